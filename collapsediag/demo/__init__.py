@@ -1,0 +1,1 @@
+"""Room: demo. The small live training run behind `collapsediag demo`."""

@@ -1,0 +1,1 @@
+"""Room: metrics. One family a file; importing the package registers them all."""

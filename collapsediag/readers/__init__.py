@@ -1,0 +1,1 @@
+"""Room: readers. Saved files in, one RolloutBatch per step out."""

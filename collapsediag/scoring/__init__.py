@@ -1,0 +1,1 @@
+"""Room: scoring. Pairs in, one log-likelihood matrix out."""
