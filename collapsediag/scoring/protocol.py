@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 
@@ -17,5 +20,17 @@ class Scorer(Protocol):
 
         Returns a matrix with one row per trace of `pairs.traces` and one column per context, in their order, with
         `own_N`, `group_N` and `multiplicity_P` taken from `pairs`. Raises ScoringError where it cannot.
+        """
+        ...
+
+
+@runtime_checkable
+class CellScorer(Protocol):
+    """A scorer that can also be asked for some cells of the matrix only; budget mode needs it."""
+
+    def score_cells(self, pairs: ScoringPairs, scored_NP: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Log-likelihoods [N, P] in nats where `scored_NP` is True; what stands elsewhere is not read.
+
+        The own column need not be among them: budget mode may know it already. Raises ScoringError where it cannot.
         """
         ...
