@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+import platform
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from collapsediag.matrix import LogLikelihoodMatrix
@@ -12,6 +15,41 @@ from collapsediag.matrix import LogLikelihoodMatrix
 SCHEMA_VERSION = 1
 
 Status = Literal["ok", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Provenance:
+    """Where a run's numbers came from; the content of run.json.
+
+    created: wall clock, seconds since 1970.
+    versions: library versions by package name.
+    model, tokenizer: what was scored with, as the user named it; None where a trainer handed over live objects.
+    device, dtype: where and how precisely it was scored; runs of different dtype are not comparable in small values.
+    settings: every setting that changes a number, JSON values.
+    """
+
+    created: float
+    versions: Mapping[str, str] = field(default_factory=dict)
+    model: str | None = None
+    tokenizer: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def collect(cls, **fields: Any) -> Provenance:
+        """With the clock and the versions of the packages that produce numbers; nothing is imported for it."""
+        versions = {"python": platform.python_version()}
+        for package in ("collapsediag", "numpy", "scipy", "torch", "transformers", "trl", "verl"):
+            try:
+                versions[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return cls(created=time.time(), versions=versions, **fields)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, with the schema version of the run folder."""
+        return {"schema_version": SCHEMA_VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +73,12 @@ class TraceSample:
     trace: str | None = None
     reward: float | None = None
     environment: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The line of traces/STEP.jsonl; a non-finite score becomes null, because JSON has no NaN."""
+        line = asdict(self)
+        line["logp_P"] = [value if math.isfinite(value) else None for value in self.logp_P]
+        return line
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,65 @@
+"""The command line: parses, calls, prints. The only room that prints.
+
+Exit codes: 0 fine; 1 a finding at or above --fail-on; 2 a usage or input error, told in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from collapsediag import __version__
+from collapsediag.console import printable
+from collapsediag.errors import CollapsediagError
+
+EXIT_FINE, EXIT_FINDING, EXIT_INPUT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+# Command -> one line of help. Each has a module of its name here with add_arguments(parser) and run(args) -> exit code.
+COMMANDS = {
+    "demo": "a real small training run that collapses, watched live (about two minutes on a laptop)",
+    "score": "saved rollouts and a policy in, collapse metrics out",
+    "preflight": "one batch of rollouts before training: what would go wrong",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="collapsediag",
+        description="Diagnostics for template collapse and its relatives in LLM reinforcement learning.",
+    )
+    parser.add_argument("--version", action="version", version=f"collapsediag {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"collapsediag.cli.{name}")
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    try:
+        return int(args.run(args))
+    except CollapsediagError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return EXIT_INPUT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted; what was recorded so far is intact", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`); the interpreter must not complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FINE

@@ -1,0 +1,54 @@
+"""Command-line arguments that say what to read, shared by the commands that read rollouts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from collapsediag.errors import SettingsError
+from collapsediag.readers import SOURCES, read_rollouts
+from collapsediag.rollouts import RolloutBatch
+
+
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to read and how."""
+    parser.add_argument("rollouts", nargs="+", metavar="ROLLOUTS", help="files or folders of saved rollouts")
+    group = parser.add_argument_group("reading")
+    group.add_argument(
+        "--source", choices=sorted(SOURCES), help="the files' format (default: detected, with the reason)"
+    )
+    group.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
+        help="a key by another name, e.g. --map completion=answer_text (repeatable)",
+    )
+    group.add_argument("--skip-bad-lines", action="store_true", help="read past unreadable lines and count them")
+
+
+def key_map(pairs: list[str]) -> dict[str, str]:
+    """`OURS=THEIRS` arguments as a mapping.
+
+    >>> key_map(["completion=answer_text"])
+    {'completion': 'answer_text'}
+    """
+    mapping = {}
+    for pair in pairs:
+        ours, equals, theirs = pair.partition("=")
+        if not (ours and equals and theirs):
+            raise SettingsError(f"--map {pair!r}: write OURS=THEIRS, for example --map completion=answer_text.")
+        mapping[ours] = theirs
+    return mapping
+
+
+def batches(args: argparse.Namespace, **options: Any) -> Iterator[RolloutBatch]:
+    """The batches that the arguments name, step by step."""
+    return read_rollouts(
+        args.rollouts,
+        source=args.source,
+        key_map=key_map(args.map),
+        skip_bad_lines=args.skip_bad_lines,
+        **options,
+    )

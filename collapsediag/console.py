@@ -1,0 +1,202 @@
+"""Records as people read them in a terminal: one line per scored step, and a table of one record.
+
+rich is imported where it is used, so that a training process that prints nothing does not load it.
+"""
+
+from __future__ import annotations
+
+from typing import IO, TYPE_CHECKING
+
+from collapsediag.metrics.registry import find
+from collapsediag.record import Record
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NAMESPACES = {"first_turn": "first turn", "trajectory": "one turn per trajectory", "turn": "all turns"}
+BAR_CELLS = 20
+
+# What a metric is read against: its chance level or its bound, by the name it has in the same namespace.
+REFERENCES = {
+    "retrieval_accuracy": ("chance", "retrieval_chance_level"),
+    "retrieval_accuracy@2": ("chance", "retrieval_chance_level@2"),
+    "retrieval_accuracy@4": ("chance", "retrieval_chance_level@4"),
+    "retrieval_accuracy@8": ("chance", "retrieval_chance_level@8"),
+    "retrieval_accuracy_subset": ("chance", "retrieval_subset_chance_level"),
+    "mi_seq_estimate": ("bound", "mi_upper_bound"),
+    "reward/all_equal_fraction": ("by chance", "reward/expected_all_equal_fraction"),
+}
+# In the order a person reads them; everything else stays in metrics.jsonl.
+MATRIX_HEADLINES = (
+    "retrieval_accuracy",
+    "retrieval_accuracy@4",
+    "retrieval_accuracy_subset",
+    "mi_estimate",
+    "mi_seq_estimate",
+    "mi_zscore_ema",
+    "conditional_entropy_est",
+    "reasoning_entropy_est",
+    "retrieval_p_value",
+)
+ROLLOUT_HEADLINES = (
+    "format/valid_fraction",
+    "length/mean",
+    "length_words/mean",
+    "length/truncated_fraction",
+    "reward/mean",
+    "reward/within_group_std",
+    "reward/all_equal_fraction",
+    "reward/variance_spread",
+    "pass@1",
+    "diversity/distinct_answers_per_group",
+    "diversity/identical_completion_fraction",
+    "tools/calls_per_rollout",
+    "entropy/token_mean",
+)
+
+
+def printable(text: str) -> str:
+    """Text of a model or a file, safe to print: control and direction-changing characters become visible escapes.
+
+    >>> printable("a\\x1b[31mred")
+    'a\\\\x1b[31mred'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def number(value: float) -> str:
+    """Four significant digits, without a needless exponent.
+
+    >>> number(0.0625), number(1234.5), number(3.0)
+    ('0.0625', '1234', '3')
+    """
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def retrieval_bar(accuracy: float, chance: float, cells: int = BAR_CELLS) -> str:
+    """A bar of `accuracy` with a mark where chance lies, so that "at chance" is seen and not computed.
+
+    >>> retrieval_bar(0.5, 0.1, cells=10)
+    '█│███·····'
+    """
+    filled = round(max(0.0, min(1.0, accuracy)) * cells)
+    mark = min(cells - 1, round(chance * cells))
+    return "".join("│" if i == mark else ("█" if i < filled else "·") for i in range(cells))
+
+
+class ConsoleSink:
+    """Prints one line per scored step; a failed step prints its reason.
+
+    stream: where to; standard error when not given, so that piped output stays clean.
+    namespace: which draw of turns the line shows.
+    """
+
+    HEADER = (
+        f"{'step':>6}  {'retrieval (│ chance)':<{BAR_CELLS}} {'':>5}  {'MI':>6} {'of max':>6} "
+        f"{'z':>6}  {'H(Z|X)':>7}  {'format':>6}  {'reward':>6}"
+    )
+
+    def __init__(
+        self, stream: IO[str] | None = None, *, namespace: str = "first_turn", width: int | None = None
+    ) -> None:
+        from rich.console import Console
+
+        self._console = Console(file=stream, stderr=stream is None, highlight=False, soft_wrap=True, width=width)
+        self._namespace = namespace
+        self._lines = 0
+
+    def write(self, record: Record) -> None:
+        """Print the record if its step was scored or failed."""
+        if record.status == "failed":
+            self._console.print(
+                f"{record.step:>6}  failed: {printable(record.reason or '')}", style="red", markup=False
+            )
+            return
+        prefix = f"collapse_{self._namespace}_sample/"
+        values = {k[len(prefix) :]: v for k, v in record.values.items() if k.startswith(prefix)}
+        if "retrieval_accuracy" in values:
+            self._print_header()
+            style = _retrieval_style(values)
+            self._console.print(_line(record, values), style=style, markup=False)
+        elif (reason := record.not_measured.get(prefix[:-1])) is not None:
+            self._console.print(f"{record.step:>6}  not measured: {printable(reason)}", style="yellow", markup=False)
+
+    def close(self) -> None:
+        """Nothing to close: the stream belongs to the caller."""
+
+    def _print_header(self) -> None:
+        if self._lines % 25 == 0:
+            self._console.print(self.HEADER, style="bold", markup=False)
+        self._lines += 1
+
+
+def _retrieval_style(values: dict[str, float]) -> str | None:
+    low = values.get("retrieval_accuracy/ci_low", values["retrieval_accuracy"])
+    if low <= values["retrieval_chance_level"]:
+        return "red"  # the interval reaches chance: the reasoning may no longer depend on the prompt
+    return "yellow" if values["retrieval_accuracy"] < 0.5 else "green"
+
+
+def _line(record: Record, values: dict[str, float]) -> str:
+    def cell(name: str, source: dict[str, float], width: int, digits: int = 2) -> str:
+        return f"{source[name]:>{width}.{digits}f}" if name in source else f"{'-':>{width}}"
+
+    rollout = dict(record.values)
+    return (
+        f"{record.step:>6}  {retrieval_bar(values['retrieval_accuracy'], values['retrieval_chance_level'])} "
+        f"{cell('retrieval_accuracy', values, 5)}  {cell('mi_estimate', values, 6, 3)} "
+        f"{cell('mi_saturation', values, 6)} {cell('mi_zscore_ema', values, 6, 1)}  "
+        f"{cell('conditional_entropy_est', values, 7, 3)}  {cell('format/valid_fraction', rollout, 6)}  "
+        f"{cell('reward/mean', rollout, 6, 3)}"
+    )
+
+
+def summary_table(record: Record, *, title: str) -> Table:
+    """The record's headline numbers: value, 95% interval, what to read it against, unit, and n behind it."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=printable(title), box=box.SIMPLE_HEAD, title_justify="left")
+    for heading, justify in (
+        ("metric", "left"),
+        ("value", "right"),
+        ("95% interval", "right"),
+        ("read against", "right"),
+        ("unit", "left"),
+        ("n", "right"),
+    ):
+        table.add_column(heading, justify=justify, no_wrap=heading != "metric")
+    for namespace, words in NAMESPACES.items():
+        prefix = f"collapse_{namespace}_sample/"
+        n = _count(record, prefix)
+        _section(table, record, prefix, MATRIX_HEADLINES, f"reasoning, {words}", n)
+    n = f"{record.values['n_rollouts']:.0f} rollouts" if "n_rollouts" in record.values else ""
+    _section(table, record, "", ROLLOUT_HEADLINES, "rollouts", n)
+    return table
+
+
+def _count(record: Record, prefix: str) -> str:
+    n, p = (record.values.get(prefix + name) for name in ("n_traces", "n_contexts"))
+    return f"{n:.0f} x {p:.0f}" if n is not None and p is not None else ""
+
+
+def _section(table: Table, record: Record, prefix: str, names: tuple[str, ...], heading: str, n: str) -> None:
+    present = [name for name in names if prefix + name in record.values]
+    if not present:
+        return
+    table.add_row(f"[bold]{heading}[/bold]")
+    for name in present:
+        key = prefix + name
+        info = find(key)
+        low, high = (record.values.get(f"{key}/{end}") for end in ("ci_low", "ci_high"))
+        kind, reference = REFERENCES.get(name, ("", ""))
+        against = record.values.get(prefix + reference)
+        table.add_row(
+            f"  {name}",
+            number(record.values[key]),
+            f"[{number(low)}, {number(high)}]".replace("[", "\\[") if low is not None and high is not None else "",
+            f"{kind} {number(against)}" if against is not None else "",
+            info.unit if info else "",
+            n,
+        )
+    table.add_section()

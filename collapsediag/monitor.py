@@ -1,0 +1,342 @@
+"""The composition root: decides when to measure, and is the only place that catches a failure.
+
+monitor = Monitor(scorer=HFScorer(model), tokenizer=tokenizer, every=5, sinks=[JsonlSink("runs/a")])
+for step in ...:
+    batch = ...                       # your rollouts of this step
+    monitor.observe(step, batch)      # before the weights are updated
+monitor.close()
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from collapsediag.errors import CollapsediagError, MetricError, SettingsError
+from collapsediag.matrix import LogLikelihoodMatrix
+from collapsediag.metrics.from_matrix import matrix_metrics
+from collapsediag.metrics.from_rollouts import rollout_report
+from collapsediag.metrics.registry import MetricInfo, register
+from collapsediag.pairs import DropReason, PairSettings, ScoringPairs, build_pairs, resolve_reasoning
+from collapsediag.record import Record, TraceSample
+from collapsediag.rollouts import RolloutBatch
+from collapsediag.sinks import FanOut, Sink
+from collapsediag.statistics import EmaStd
+from collapsediag.trace_samples import sample_traces
+
+if TYPE_CHECKING:
+    from collapsediag.scoring.protocol import Scorer
+
+logger = logging.getLogger("collapsediag")
+
+# After this many failures in a row the policy is not scored any more; the cheap rollout metrics go on.
+MAX_FAILURES_IN_A_ROW = 3
+STATE_VERSION = 1
+
+register(
+    MetricInfo(
+        name="failures",
+        title="Diagnostic failures so far",
+        unit="count",
+        bad="up",
+        bounds=(0, None),
+        description="How many steps' diagnostics raised since the run began; training went on.",
+        source="collapsediag",
+        family="bookkeeping",
+    ),
+    *(
+        MetricInfo(
+            name=f"timing_s/collapse_{part}",
+            title=f"Seconds spent on {title}",
+            unit="seconds",
+            bad="up",
+            bounds=(0, None),
+            description=f"Wall time of {title} in this step.",
+            source="collapsediag",
+            family="bookkeeping",
+        )
+        for part, title in (("score", "scoring"), ("rollout_metrics", "rollout metrics"), ("step", "all diagnostics"))
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """When the policy is scored: at the first step seen, and at every step divisible by `every`.
+
+    A function of the step number alone, so that a resumed run scores the same steps as one that never stopped.
+
+    >>> [step for step in range(12) if Cadence(every=5).is_due(step)]
+    [0, 5, 10]
+    """
+
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise SettingsError(f"every={self.every}: the cadence is a number of steps, 1 or more.")
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is a scored step."""
+        return step % self.every == 0
+
+
+@dataclass
+class _Draft:
+    """What one step has collected so far."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    not_measured: dict[str, str] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    matrices: dict[str, LogLikelihoodMatrix] = field(default_factory=dict)
+    traces: list[TraceSample] = field(default_factory=list)
+    # Moving averages as they are after this step; a step that fails half-way must not have moved them.
+    ema: dict[str, EmaStd] = field(default_factory=dict)
+    scored: bool = False
+
+
+class Monitor:
+    """Measures a training run step by step and hands one record per step to the sinks.
+
+    scorer: scores traces under contexts with the policy (HFScorer, FunctionScorer, ...). None: rollout metrics only.
+    every: the policy is scored at the first observed step and at every step divisible by this.
+    sinks: where records go; JsonlSink("runs/a") keeps everything.
+    tokenizer: anything with decode(ids) -> str; needed to find reasoning tags in token ids and to store readable
+        traces.
+    reasoning: "think" (between tags), "completion" (the whole output), or "auto": decided at the first step by
+        whether tags are there, then kept, and noted in the record.
+    pairs: limits and tags for the pairs, see PairSettings. Scoring costs n_traces x n_contexts, so a limit is set.
+    definition: "paper" or "ragen", see matrix_metrics.
+    rollout_options: keyword arguments of rollout_metrics (format, success_threshold, ...).
+    seed: the draw of traces is a function of (seed, step).
+    traces_kept: how many traces of a scored step are stored for reading.
+    on_error: "record" keeps training alive whatever happens here: a failed step becomes a record with the reason and
+        no values, and after three failures in a row scoring stops. "raise" is for offline use.
+
+    The training process is left as it was: weights, RNG states, modes, gradients, and the batch itself.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer | None = None,
+        *,
+        every: int = 10,
+        sinks: Iterable[Sink] = (),
+        tokenizer: Any = None,
+        reasoning: Literal["auto", "think", "completion"] = "auto",
+        pairs: PairSettings | None = None,
+        definition: Literal["paper", "ragen"] = "paper",
+        rollout_options: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        traces_kept: int = 32,
+        on_error: Literal["record", "raise"] = "record",
+    ) -> None:
+        if on_error not in ("record", "raise"):
+            raise SettingsError(f"on_error={on_error!r}: choose 'record' (training goes on) or 'raise'.")
+        self.scorer = scorer
+        self.tokenizer = tokenizer
+        self.cadence = Cadence(every=every)
+        self.pair_settings = pairs if pairs is not None else PairSettings(max_contexts=16, max_traces=64)
+        self.definition = definition
+        self.rollout_options = dict(rollout_options or {})
+        self.seed = seed
+        self.traces_kept = traces_kept
+        self.on_error = on_error
+        self._reasoning: str = reasoning
+        self._sinks = FanOut(sinks, strict=on_error == "raise")
+        self._ema: dict[str, EmaStd] = {}
+        self._last_step: int | None = None
+        self._failures = 0
+        self._failures_in_a_row = 0
+        self._reported_drops: set[str] = set()
+
+    def observe(self, step: int, batch: RolloutBatch, *, score: bool | None = None) -> Record:
+        """Measure one step and return its record.
+
+        step: the trainer's step number. batch: its rollouts. score: True or False overrides the cadence.
+        Never raises unless on_error="raise".
+        """
+        started = time.perf_counter()
+        draft = _Draft()
+        try:
+            self._measure(step, batch, score, draft)
+        except Exception as error:
+            if self.on_error == "raise":
+                raise
+            record = self._failed(step, error)
+        else:
+            if draft.scored or self.scorer is None:
+                # Only a step that did score shows that scoring works again.
+                self._failures_in_a_row = 0
+            self._ema.update(draft.ema)
+            draft.values["timing_s/collapse_step"] = time.perf_counter() - started
+            record = self._finish(step, draft)
+        self._last_step = step
+        self._sinks.write(record)
+        return record
+
+    def close(self) -> None:
+        """Close the sinks."""
+        self._sinks.close()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to continue as if it had never stopped; plain JSON values."""
+        return {
+            "version": STATE_VERSION,
+            "ema": {namespace: ema.state_dict() for namespace, ema in self._ema.items()},
+            "reasoning": self._reasoning,
+            "last_step": self._last_step,
+            "failures": self._failures,
+            "failures_in_a_row": self._failures_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`. Raises SettingsError for a state of another version."""
+        if state.get("version") != STATE_VERSION:
+            raise SettingsError(
+                f"monitor state of version {state.get('version')!r} cannot be loaded; this release reads version "
+                f"{STATE_VERSION}. Start the monitor afresh: only the moving averages begin anew."
+            )
+        emas = {}
+        for namespace, ema_state in state["ema"].items():
+            emas[namespace] = EmaStd()
+            emas[namespace].load_state_dict(ema_state)
+        self._ema = emas
+        self._reasoning = state["reasoning"]
+        self._last_step = state["last_step"]
+        self._failures = state["failures"]
+        self._failures_in_a_row = state["failures_in_a_row"]
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _measure(self, step: int, batch: RolloutBatch, score: bool | None, draft: _Draft) -> None:
+        begun = time.perf_counter()
+        report = rollout_report(batch, tokenizer=self.tokenizer, seed=self.seed, **self.rollout_options)
+        draft.values.update(report.values)
+        draft.not_measured.update(report.not_measured)
+        draft.dropped.update(batch.dropped)
+        draft.notes.extend(batch.notes)
+        draft.values["timing_s/collapse_rollout_metrics"] = time.perf_counter() - begun
+        if not self._is_scored(step, score, draft):
+            return
+        begun = time.perf_counter()
+        for namespace in self._namespaces(batch):
+            self._score(batch, namespace, draft)
+        draft.values["timing_s/collapse_score"] = time.perf_counter() - begun
+
+    def _is_scored(self, step: int, score: bool | None, draft: _Draft) -> bool:
+        due = score if score is not None else self._last_step is None or self.cadence.is_due(step)
+        if not due or self.scorer is None:
+            return False
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW and self.on_error == "record":
+            draft.not_measured["scoring"] = f"switched off after {MAX_FAILURES_IN_A_ROW} failures in a row"
+            return False
+        return True
+
+    def _namespaces(self, batch: RolloutBatch) -> tuple[str, ...]:
+        # Single-turn data has one way to draw a turn; the other two would repeat its numbers under other names.
+        multi_turn = any(len(rollout.turns) > 1 for rollout in batch)
+        return ("first_turn", "trajectory", "turn") if multi_turn else ("first_turn",)
+
+    def _score(self, batch: RolloutBatch, namespace: str, draft: _Draft) -> None:
+        assert self.scorer is not None
+        pairs = self._pairs(batch, namespace, draft)
+        key = f"collapse_{namespace}_sample"
+        if pairs.n_contexts < 2:
+            draft.not_measured[key] = (
+                f"{pairs.n_contexts} distinct context(s) with a usable trace, at least 2 are needed"
+                + _dropped_in_words(pairs.dropped)
+            )
+            return
+        matrix = self.scorer.score(pairs)
+        draft.scored = True
+        ema = draft.ema[namespace] = copy.deepcopy(self._ema.get(namespace, EmaStd()))
+        try:
+            values = matrix_metrics(matrix, ema=ema, definition=self.definition, seed=self.seed)
+        except MetricError as error:
+            draft.not_measured[key] = str(error)
+            return
+        draft.values.update({f"{key}/{name}": value for name, value in values.items()})
+        draft.matrices[namespace] = matrix
+        draft.traces.extend(sample_traces(batch, pairs, matrix, self.tokenizer, self.traces_kept, self.seed))
+
+    def _pairs(self, batch: RolloutBatch, namespace: str, draft: _Draft) -> ScoringPairs:
+        if self._reasoning == "auto":
+            self._reasoning, why = resolve_reasoning(batch, settings=self.pair_settings, tokenizer=self.tokenizer)
+            draft.notes.append(f"reasoning={self._reasoning}: {why}")
+            logger.info("step %d: reasoning=%s: %s", batch.step, self._reasoning, why)
+        pairs = build_pairs(
+            batch,
+            settings=self.pair_settings.with_reasoning(self._reasoning),
+            tokenizer=self.tokenizer,
+            namespace=namespace,
+            seed=self.seed,
+        )
+        for reason, count in pairs.dropped.items():
+            draft.dropped[f"{namespace}/{reason.value}"] += count
+        self._report_drops(batch.step, pairs)
+        return pairs
+
+    def _report_drops(self, step: int, pairs: ScoringPairs) -> None:
+        left_out = {r.value: n for r, n in pairs.dropped.items() if n and r is not DropReason.SUBSAMPLED}
+        # Each reason is worth one warning a run: the record counts it at every step.
+        new = set(left_out) - self._reported_drops
+        if new:
+            self._reported_drops |= new
+            listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in left_out.items())
+            total = pairs.n_traces + sum(pairs.dropped.values())
+            logger.warning("step %d: scored %d of %d traces; left out %s", step, pairs.n_traces, total, listed)
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, step: int, draft: _Draft) -> Record:
+        if self._failures:
+            draft.values["collapse/failures"] = float(self._failures)
+        return Record(
+            step=step,
+            values=draft.values,
+            not_measured=draft.not_measured,
+            dropped=dict(draft.dropped),
+            notes=tuple(draft.notes),
+            time=time.time(),
+            matrices=draft.matrices,
+            traces=tuple(draft.traces),
+        )
+
+    def _failed(self, step: int, error: Exception) -> Record:
+        self._failures += 1
+        self._failures_in_a_row += 1
+        where = "" if isinstance(error, CollapsediagError) else f"{type(error).__name__}: "
+        reason = f"{where}{error}"
+        logger.warning("step %d: diagnostics failed, training goes on: %s", step, reason)
+        if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW and self.scorer is not None:
+            logger.warning(
+                "diagnostics failed %d times in a row: the policy is not scored any more in this run; rollout metrics "
+                "go on",
+                MAX_FAILURES_IN_A_ROW,
+            )
+        return Record(
+            step=step,
+            values={"collapse/failures": float(self._failures)},
+            status="failed",
+            reason=reason,
+            time=time.time(),
+        )
+
+
+def _dropped_in_words(dropped: Mapping[DropReason, int]) -> str:
+    listed = ", ".join(f"{n} {reason.value.replace('_', ' ')}" for reason, n in dropped.items() if n)
+    return f"; left out {listed}" if listed else ""

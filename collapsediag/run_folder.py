@@ -1,0 +1,198 @@
+"""The run folder: what a run leaves on disk, readable at any moment, whatever killed it.
+
+    RUN/
+      run.json                    schema version and provenance
+      metrics.jsonl               one record a line; the source of truth
+      matrices/STEP-NAMESPACE.npz
+      traces/STEP.jsonl           a bounded sample of traces
+
+A line in metrics.jsonl is written last and flushed, so every record that can be read has its matrix and traces beside
+it. Everything else is written to a temporary name and renamed. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from collapsediag.errors import RunFolderError
+from collapsediag.matrix import LogLikelihoodMatrix
+from collapsediag.record import SCHEMA_VERSION, Provenance, Record
+
+logger = logging.getLogger("collapsediag")
+
+METRICS_FILE = "metrics.jsonl"
+RUN_FILE = "run.json"
+
+
+def _json_line(value: dict[str, Any]) -> bytes:
+    # ASCII: a lone surrogate in model text survives as an escape instead of failing the write.
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+class RunStore:
+    """A run folder, open for writing.
+
+    path: the folder; made if it is not there. A folder that already holds records is refused unless resume=True,
+        because mixing two runs in one curve cannot be undone.
+    provenance: written to run.json on the first record (kept as it is on resume).
+
+    Constructing touches nothing on disk; the first `append` does. Raises RunFolderError where the folder cannot be
+    written, or holds another run.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, provenance: Provenance | None = None, resume: bool = False
+    ) -> None:
+        self.path = Path(path)
+        self._provenance = provenance
+        self._resume = resume
+        self._stream: IO[bytes] | None = None
+
+    def append(self, record: Record) -> None:
+        """Write one record; when this returns, the record survives a kill of the process."""
+        line = _json_line(record.to_json())
+        try:
+            stream = self._stream or self._open()
+            for namespace, matrix in record.matrices.items():
+                matrix.save(self.path / "matrices" / matrix_name(record.step, namespace))
+            if record.traces:
+                content = b"".join(_json_line(trace.to_json()) for trace in record.traces)
+                _replace(self.path / "traces" / f"{record.step:09d}.jsonl", content)
+            stream.write(line)
+            stream.flush()
+        except RunFolderError:
+            raise
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path}: step {record.step} could not be written ({error.strerror or error}). Earlier records "
+                "are intact; free space or fix permissions and resume."
+            ) from error
+
+    def close(self) -> None:
+        """Flush to the disk itself and close. Closing twice is fine."""
+        if self._stream is not None:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+            self._stream = None
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self) -> IO[bytes]:
+        metrics = self.path / METRICS_FILE
+        if not self._resume and metrics.exists() and metrics.stat().st_size > 0:
+            raise RunFolderError(
+                f"{self.path} already holds records of a run. Choose another folder, or resume that run "
+                "(resume=True, on the command line --resume)."
+            )
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"{self.path} is a file; a run folder is needed.")
+        for folder in (self.path, self.path / "matrices", self.path / "traces"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not (self.path / RUN_FILE).exists():
+            provenance = self._provenance or Provenance.collect()
+            content = json.dumps(provenance.to_json(), indent=2, default=str).encode()
+            _replace(self.path / RUN_FILE, content + b"\n")
+        stream = open(metrics, "ab")  # noqa: SIM115  stays open for the life of the run
+        self._stream = stream
+        if stream.tell() and not _ends_with_newline(metrics):
+            stream.write(b"\n")  # seals the torn line of a killed run; nothing of the user's is deleted
+        self._resume = True
+        return stream
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) == b"\n"
+
+
+def matrix_name(step: int, namespace: str) -> str:
+    """File name of a step's matrix.
+
+    >>> matrix_name(120, "first_turn")
+    '000000120-first_turn.npz'
+    """
+    return f"{step:09d}-{namespace}.npz"
+
+
+def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of run.json. Raises RunFolderError where it is missing, damaged, or of a newer schema."""
+    file = Path(path) / RUN_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunFolderError(f"{path} is not a run folder: it has no {RUN_FILE}.") from None
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{file}: cannot be read ({error}).") from error
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if not isinstance(version, int):
+        raise RunFolderError(f"{file}: no schema_version; this is not a run folder of collapsediag.")
+    if version > SCHEMA_VERSION:
+        raise RunFolderError(
+            f"{file}: schema version {version}, but this release reads up to {SCHEMA_VERSION}. Upgrade collapsediag."
+        )
+    return dict(content)
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
+    """All records in the order of their steps; of a step written twice (a resumed run) the last one holds.
+
+    A line that is not JSON (the torn end of a killed run) is skipped with one warning that counts them.
+    """
+    latest: dict[int, Record] = {}
+    for record in iter_records(path):
+        latest[record.step] = record
+    return [latest[step] for step in sorted(latest)]
+
+
+def iter_records(path: str | os.PathLike[str]) -> Iterator[Record]:
+    """Records as they stand in metrics.jsonl, repeated steps included."""
+    file = Path(path) / METRICS_FILE
+    torn = 0
+    try:
+        with open(file, "rb") as stream:
+            for line in stream:
+                if not line.strip():
+                    continue
+                try:
+                    yield Record.from_json(json.loads(line))
+                except (ValueError, KeyError, TypeError):
+                    torn += 1
+    except FileNotFoundError:
+        raise RunFolderError(f"{path} is not a run folder: it has no {METRICS_FILE}.") from None
+    except OSError as error:
+        raise RunFolderError(f"{file}: cannot be read ({error.strerror or error}).") from error
+    if torn:
+        logger.warning("%s: skipped %d unreadable line(s), the torn end of a killed run", file, torn)
+
+
+def read_matrix(path: str | os.PathLike[str], step: int, namespace: str) -> LogLikelihoodMatrix:
+    """The matrix of a scored step. Raises RunFolderError where that step has none."""
+    file = Path(path) / "matrices" / matrix_name(step, namespace)
+    if not file.exists():
+        raise RunFolderError(f"{path}: no matrix of step {step} ({namespace}); the step was not scored.")
+    return LogLikelihoodMatrix.load(file)
+
+
+def read_traces(path: str | os.PathLike[str], step: int) -> list[dict[str, Any]]:
+    """The sampled traces of a step, [] where none were kept."""
+    file = Path(path) / "traces" / f"{step:09d}.jsonl"
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="ascii").splitlines() if line]

@@ -1,0 +1,99 @@
+"""Where records go: files first, then whatever else the user looks at."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from collapsediag.record import Provenance, Record
+from collapsediag.run_folder import RunStore
+
+logger = logging.getLogger("collapsediag")
+
+# A sink that failed this often in a row is left alone for the rest of the run.
+MAX_SINK_FAILURES = 3
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Anything that takes records. `close` may be called more than once."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+        ...
+
+    def close(self) -> None:
+        """Finish; nothing is written afterwards."""
+        ...
+
+
+class JsonlSink:
+    """Writes a run folder: metrics.jsonl, matrices, traces, run.json.
+
+    path: the run folder. resume: go on in a folder that already holds records.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, resume: bool = False, provenance: Provenance | None = None
+    ) -> None:
+        self._store = RunStore(path, provenance=provenance, resume=resume)
+
+    def write(self, record: Record) -> None:
+        """Append the record; it survives a kill once this returns."""
+        self._store.append(record)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._store.close()
+
+
+class FanOut:
+    """Several sinks as one. A sink that raises is reported once and dropped after three failures in a row.
+
+    strict: raise at once instead (the command line's choice: a user who asked for a file must not go without).
+    """
+
+    def __init__(self, sinks: Iterable[Sink], *, strict: bool = False) -> None:
+        self._sinks = list(sinks)
+        self._failures: dict[int, int] = {}
+        self._strict = strict
+        for sink in self._sinks:
+            if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):
+                raise TypeError(
+                    f"{type(sink).__name__} is not a sink: it needs write(record) and close(). "
+                    "Pass e.g. JsonlSink('runs/a')."
+                )
+
+    def write(self, record: Record) -> None:
+        """Give the record to every sink that still works."""
+        for sink in list(self._sinks):
+            try:
+                sink.write(record)
+            except Exception as error:
+                if self._strict:
+                    raise
+                self._count_failure(sink, error)
+            else:
+                self._failures.pop(id(sink), None)
+
+    def close(self) -> None:
+        """Close every sink, also those that come after one that fails to."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                if self._strict:
+                    raise
+                logger.warning("sink %s failed to close: %s: %s", type(sink).__name__, type(error).__name__, error)
+
+    def _count_failure(self, sink: Sink, error: Exception) -> None:
+        count = self._failures[id(sink)] = self._failures.get(id(sink), 0) + 1
+        name = type(sink).__name__
+        if count == 1:
+            logger.warning("sink %s failed: %s: %s", name, type(error).__name__, error)
+        if count >= MAX_SINK_FAILURES:
+            self._sinks.remove(sink)
+            logger.warning("sink %s failed %d times in a row and is switched off; the others go on", name, count)
