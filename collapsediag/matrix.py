@@ -192,7 +192,8 @@ class LogLikelihoodMatrix:
     def load(cls, path: str | os.PathLike[str]) -> LogLikelihoodMatrix:
         """Read what `save` wrote. Raises MatrixError naming the file if it is damaged or not such a file."""
         try:
-            with np.load(Path(path), allow_pickle=False) as stored:
+            # Opened here: numpy leaves the file open where the archive is damaged.
+            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as stored:
                 return cls(**{name: stored[name] for name in stored.files})
         except FileNotFoundError:
             raise

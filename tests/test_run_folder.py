@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collapsediag.errors import MatrixError, RunFolderError
+from collapsediag.matrix import LogLikelihoodMatrix
+from collapsediag.record import SCHEMA_VERSION, Provenance, Record, TraceSample
+from collapsediag.run_folder import (
+    RunStore,
+    iter_records,
+    matrix_name,
+    read_matrix,
+    read_records,
+    read_run,
+    read_traces,
+)
+
+
+def matrix() -> LogLikelihoodMatrix:
+    return LogLikelihoodMatrix(logp_NP=[[-1.5, -3.25], [-4.0, -2.0]], length_N=[2, 3], own_N=[0, 1], group_N=[7, 9])
+
+
+def record(step: int, **fields: object) -> Record:
+    return Record(step=step, values={"reward/mean": 0.1 + step}, **fields)  # type: ignore[arg-type]
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    trace = TraceSample(
+        namespace="first_turn",
+        row=0,
+        own=0,
+        best=1,
+        group="a",
+        length=2,
+        logp_P=(-1.5, float("nan")),
+        trace="\ud800<b>",
+    )
+    written = Record(
+        step=3,
+        values={"x": 0.1 + 0.2},
+        not_measured={"y": "because"},
+        dropped={"padding_row": 8},
+        notes=("a note",),
+        time=12.5,
+        matrices={"first_turn": matrix()},
+        traces=(trace,),
+    )
+    with RunStore(tmp_path / "run", provenance=Provenance.collect(model="m", settings={"seed": 1})) as store:
+        store.append(written)
+
+    (read,) = read_records(tmp_path / "run")
+    assert read.to_json() == written.to_json()
+    assert read.values["x"] == 0.1 + 0.2  # every bit
+    back = read_matrix(tmp_path / "run", 3, "first_turn")
+    for name, array in matrix().arrays().items():
+        np.testing.assert_array_equal(getattr(back, name), array)
+    (line,) = read_traces(tmp_path / "run", 3)
+    assert line["trace"] == "\ud800<b>"
+    assert line["logp_P"] == [-1.5, None]
+    run = read_run(tmp_path / "run")
+    assert (run["model"], run["settings"], run["schema_version"]) == ("m", {"seed": 1}, SCHEMA_VERSION)
+    assert run["versions"]["numpy"] == np.__version__
+
+
+def test_constructing_touches_nothing(tmp_path: Path) -> None:
+    RunStore(tmp_path / "run").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_records_is_refused_unless_resumed(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        store.append(record(1))
+    with pytest.raises(RunFolderError, match="already holds records"):
+        RunStore(tmp_path).append(record(2))
+    with RunStore(tmp_path, resume=True) as store:
+        store.append(record(2))
+    assert [r.step for r in read_records(tmp_path)] == [1, 2]
+
+
+def test_of_a_step_written_twice_the_last_record_holds(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 20.0)):
+            store.append(Record(step=step, values={"v": value}))
+    assert [(r.step, r.values["v"]) for r in read_records(tmp_path)] == [(1, 1.0), (2, 20.0), (3, 3.0)]
+    assert [r.step for r in iter_records(tmp_path)] == [1, 2, 3, 2]
+
+
+def test_a_torn_line_is_sealed_skipped_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunStore(tmp_path) as store:
+        store.append(record(1))
+    with open(tmp_path / "metrics.jsonl", "ab") as stream:
+        stream.write(b'{"step":2,"val')
+    with RunStore(tmp_path, resume=True) as store:
+        store.append(record(3))
+    assert [r.step for r in read_records(tmp_path)] == [1, 3]
+    assert "skipped 1 unreadable line" in caplog.text
+    assert b'{"step":2,"val' in (tmp_path / "metrics.jsonl").read_bytes()
+
+
+def test_a_number_that_is_not_finite_never_reaches_the_file_as_one(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        store.append(Record(step=1, values={"good": 1.0, "bad": float("nan"), "huge": float("inf")}))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["values"] == {"good": 1.0}
+    assert line["not_measured"] == {"bad": "came out nan", "huge": "came out inf"}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("delay_ms", [30, 90, 200])
+def test_every_acknowledged_record_survives_a_kill(tmp_path: Path, delay_ms: int) -> None:
+    script = textwrap.dedent(
+        """
+        import sys
+        from collapsediag.matrix import LogLikelihoodMatrix
+        from collapsediag.record import Record
+        from collapsediag.run_folder import RunStore
+        store = RunStore(sys.argv[1])
+        m = LogLikelihoodMatrix(logp_NP=[[-1.0, -2.0]], length_N=[1], own_N=[0])
+        for step in range(100_000):
+            store.append(Record(step=step, values={f"v{i}": i / 7 for i in range(200)}, matrices={"first_turn": m}))
+            print(step, flush=True)
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        process.wait(delay_ms / 1000)
+    except subprocess.TimeoutExpired:
+        os.kill(process.pid, signal.SIGKILL)
+    acknowledged = 1 + sum(1 for line in process.stdout if line.endswith("\n"))
+    process.stdout.close()
+    process.wait()
+    records = read_records(tmp_path / "run")
+    assert len(records) >= acknowledged > 1
+    for r in records:
+        assert read_matrix(tmp_path / "run", r.step, "first_turn").n_traces == 1
+
+
+def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"no run\.json"):
+        read_run(tmp_path)
+    with pytest.raises(RunFolderError, match=r"no metrics\.jsonl"):
+        read_records(tmp_path)
+    (tmp_path / "run.json").write_text('{"schema_version": 99}')
+    with pytest.raises(RunFolderError, match="Upgrade collapsediag"):
+        read_run(tmp_path)
+    (tmp_path / "run.json").write_text("[1]")
+    with pytest.raises(RunFolderError, match="no schema_version"):
+        read_run(tmp_path)
+    with pytest.raises(RunFolderError, match="no matrix of step 5"):
+        read_matrix(tmp_path, 5, "turn")
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(RunFolderError):
+        RunStore(file).append(record(1))
+
+
+def test_a_damaged_matrix_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "matrices").mkdir()
+    (tmp_path / "matrices" / matrix_name(1, "turn")).write_bytes(b"PK\x03\x04 torn")
+    with pytest.raises(MatrixError, match=r"000000001-turn\.npz: not a readable matrix"):
+        read_matrix(tmp_path, 1, "turn")
+
+
+def test_a_matrix_file_with_pickled_objects_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "evil.npz"
+    np.savez(path, logp_NP=np.array([{"a": 1}], dtype=object), length_N=[1], own_N=[0])
+    with pytest.raises(MatrixError, match="not a readable matrix"):
+        LogLikelihoodMatrix.load(path)
+
+
+def test_a_step_that_could_not_be_written_leaves_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RunStore(tmp_path)
+    store.append(record(1))
+    monkeypatch.setattr(
+        LogLikelihoodMatrix, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(RunFolderError, match=r"step 2 could not be written \(No space left on device"):
+        store.append(record(2, matrices={"first_turn": matrix()}))
+    store.append(record(3))
+    store.close()
+    assert [r.step for r in read_records(tmp_path)] == [1, 3]

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+
+import pytest
+
+from collapsediag.console import ConsoleSink, printable, retrieval_bar, summary_table
+from collapsediag.record import Record
+from collapsediag.run_folder import read_records
+from collapsediag.sinks import FanOut, JsonlSink, Sink
+
+
+class Recorder:
+    def __init__(self, fail_at: set[int] | None = None) -> None:
+        self.steps: list[int] = []
+        self.closed = 0
+        self.fail_at = fail_at or set()
+
+    def write(self, record: Record) -> None:
+        if record.step in self.fail_at:
+            raise RuntimeError(f"no disk at {record.step}")
+        self.steps.append(record.step)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def records(n: int) -> list[Record]:
+    return [Record(step=step, values={"reward/mean": 0.5}) for step in range(n)]
+
+
+def test_the_shipped_sinks_are_sinks(tmp_path: Path) -> None:
+    for sink in (JsonlSink(tmp_path), ConsoleSink(io.StringIO()), Recorder(), FanOut([])):
+        assert isinstance(sink, Sink)
+
+
+def test_jsonl_sink_writes_a_run_folder(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run")
+    for r in records(3):
+        sink.write(r)
+    sink.close()
+    sink.close()
+    assert [r.step for r in read_records(tmp_path / "run")] == [0, 1, 2]
+
+
+def test_a_failing_sink_does_not_touch_the_others_and_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    good, bad, flaky = Recorder(), Recorder(fail_at=set(range(2, 99))), Recorder(fail_at={1, 2, 4, 5, 7, 8})
+    fan = FanOut([bad, flaky, good])
+    with caplog.at_level(logging.WARNING, logger="collapsediag"):
+        for r in records(10):
+            fan.write(r)
+    fan.close()
+    assert good.steps == list(range(10))
+    assert bad.steps == [0, 1]
+    # Never three in a row: kept to the end.
+    assert flaky.steps == [0, 3, 6, 9]
+    assert caplog.text.count("switched off") == 1
+    assert (good.closed, flaky.closed) == (1, 1)
+
+
+def test_strict_raises_at_once() -> None:
+    fan = FanOut([Recorder(fail_at={0})], strict=True)
+    with pytest.raises(RuntimeError, match="no disk"):
+        fan.write(records(1)[0])
+
+
+def test_something_that_is_no_sink_is_refused_at_construction() -> None:
+    with pytest.raises(TypeError, match="needs write"):
+        FanOut([object()])  # type: ignore[list-item]
+
+
+def scored_record(**extra: float) -> Record:
+    prefix = "collapse_first_turn_sample/"
+    values = {
+        "retrieval_accuracy": 0.15,
+        "retrieval_accuracy/ci_low": 0.11,
+        "retrieval_accuracy/ci_high": 0.2,
+        "retrieval_chance_level": 0.125,
+        "mi_estimate": 0.01,
+        "mi_seq_estimate": 0.2,
+        "mi_upper_bound": 2.079,
+        "n_traces": 64.0,
+        "n_contexts": 8.0,
+    }
+    return Record(step=180, values={prefix + k: v for k, v in values.items()} | {"reward/mean": 0.25} | extra)
+
+
+def test_console_line_and_failure() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(stream, width=120)
+    sink.write(scored_record())
+    sink.write(Record(step=181, values={"reward/mean": 0.1}))
+    sink.write(Record(step=182, values={}, status="failed", reason="boom \x1b[2J"))
+    sink.write(Record(step=183, values={}, not_measured={"collapse_first_turn_sample": "1 distinct context"}))
+    header, line, failed, missing = stream.getvalue().splitlines()
+    assert header.split()[:2] == ["step", "retrieval"]
+    assert line.split()[0] == "180"
+    assert "0.15" in line
+    assert "\x1b[2J" not in failed
+    assert failed.endswith("failed: boom \\x1b[2J")
+    assert missing.split(maxsplit=1) == ["183", "not measured: 1 distinct context"]
+
+
+def test_summary_table_shows_interval_chance_bound_and_n() -> None:
+    from rich.console import Console
+
+    stream = io.StringIO()
+    Console(file=stream, width=120).print(summary_table(scored_record(), title="runs/a"))
+    text = stream.getvalue()
+    row = next(line for line in text.splitlines() if "retrieval_accuracy" in line)
+    for part in ("0.15", "[0.11, 0.2]", "chance 0.125", "64 x 8"):
+        assert part in row
+    assert "bound 2.079" in next(line for line in text.splitlines() if "mi_seq_estimate" in line)
+
+
+@pytest.mark.parametrize(("accuracy", "chance", "bar"), [(1.0, 0.25, "█│██"), (0.0, 0.0, "│···"), (0.5, 1.0, "██·│")])
+def test_bar(accuracy: float, chance: float, bar: str) -> None:
+    assert retrieval_bar(accuracy, chance, cells=4) == bar
+
+
+def test_printable_shows_what_could_act_on_a_terminal() -> None:
+    assert printable("ok ünïcode 你\n") == "ok ünïcode 你\n"
+    assert printable("\x1b]0;title\x07\r\u202e\ud800") == "\\x1b]0;title\\x07\\r\\u202e\\ud800"
