@@ -217,6 +217,7 @@ class RolloutBatch:
     approximate_ids: token ids were made by re-tokenising text, so log-likelihoods are near, not equal, to the
         trainer's own.
     source: where it came from, for messages.
+    notes: what a person must know to read the numbers ("16 rollouts have no group id: grouped by identical prompt").
     """
 
     step: int
@@ -227,9 +228,11 @@ class RolloutBatch:
     dropped: Mapping[str, int] = field(default_factory=dict)
     approximate_ids: bool = False
     source: str | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollouts", tuple(self.rollouts))
+        object.__setattr__(self, "notes", tuple(self.notes))
         object.__setattr__(self, "eos_token_ids", tuple(int(t) for t in self.eos_token_ids))
 
     def __len__(self) -> int:
@@ -263,6 +266,7 @@ class RolloutBatch:
             eos_token_ids=self.eos_token_ids,
             approximate_ids=self.approximate_ids,
             source=self.source,
+            notes=self.notes,
         )
 
     @classmethod
