@@ -1,0 +1,186 @@
+"""Score saved rollouts with a policy: every trace under every prompt of its step, then the collapse metrics.
+
+    collapsediag score rollouts.jsonl --model ./policy --out runs/offline
+
+Cost is the number of traces times the number of prompts, so at most 64 traces under 16 prompts are scored per step
+unless you say otherwise. The policy must be the one that wrote the rollouts (the checkpoint of that step): another
+model answers another question.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches
+from collapsediag.console import summary_table
+from collapsediag.errors import SettingsError
+from collapsediag.matrix import LogLikelihoodMatrix
+from collapsediag.monitor import Monitor
+from collapsediag.pairs import PairSettings, ScoringPairs
+from collapsediag.record import Provenance, Record
+from collapsediag.rollouts import RolloutBatch
+from collapsediag.run_folder import METRICS_FILE, read_records
+from collapsediag.sinks import JsonlSink
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT_MAX_TRACES = 64
+DEFAULT_MAX_CONTEXTS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_rollout_arguments(parser)
+    parser.add_argument("--out", required=True, metavar="RUN", help="run folder to write")
+    parser.add_argument("--resume", action="store_true", help="go on in RUN; steps that it already holds are not redone")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", required=True, help="folder, GGUF file or hub name of the policy")
+    model.add_argument("--tokenizer", help="folder or hub name of its tokenizer (default: the model's own)")
+    model.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in the model's folder")
+    model.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: the best there is)")
+    model.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: float32 on the CPU)")
+    model.add_argument("--temperature", type=float, default=1.0, help="score softmax(logits / T) (default 1)")
+    model.add_argument("--token-budget", type=int, metavar="N", help="tokens in one forward pass (default: from memory)")
+    what = parser.add_argument_group("what is scored")
+    what.add_argument("--max-traces", type=_limit, default=DEFAULT_MAX_TRACES, metavar="N", help="per step; 0: no limit")
+    what.add_argument("--max-contexts", type=_limit, default=DEFAULT_MAX_CONTEXTS, metavar="P", help="per step; 0: all")
+    what.add_argument("--max-pairs", type=_limit, metavar="N", help="traces x contexts per step; 0: no limit")
+    what.add_argument("--max-trace-tokens", type=_limit, metavar="N", help="longer traces are left out and counted")
+    what.add_argument("--max-context-tokens", type=_limit, metavar="N", help="longer prompts are left out and counted")
+    what.add_argument("--seed", type=int, default=0, help="of the draw of traces (default 0)")
+    what.add_argument(
+        "--reasoning",
+        choices=("auto", "think", "completion"),
+        default="auto",
+        help="what a trace is: the text between think tags, or the whole completion (default: by whether tags are there)",
+    )
+    what.add_argument("--open-tag", default="<think>", help="opening tag of the reasoning (default <think>)")
+    what.add_argument("--close-tag", default="</think>", help="closing tag of the reasoning (default </think>)")
+    what.add_argument("--definition", choices=("paper", "ragen"), default="paper", help="whose formulas (default paper)")
+    what.add_argument("--success-threshold", type=float, metavar="R", help="a reward of R or more is a success")
+
+
+def _limit(text: str) -> int | None:
+    """A limit on the command line; 0 is no limit."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative; 0 means no limit")
+    return value or None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score, record, and print the last step's table."""
+    from rich.console import Console
+
+    from collapsediag.scoring.load import load_policy
+
+    console = Console(stderr=True, highlight=False)
+    done = _recorded_steps(args)
+    model, tokenizer = load_policy(
+        args.model,
+        tokenizer=args.tokenizer,
+        gguf_file=args.gguf_file,
+        device=args.device,
+        dtype=args.dtype,
+    )
+    last: Record | None = None
+    with _monitor(args, model, tokenizer, console) as monitor:
+        if done:
+            monitor.continue_from(read_records(args.out))
+        for batch in batches(args, tokenizer=tokenizer):
+            if batch.step in done:
+                console.print(f"step {batch.step}: already recorded, not redone")
+                continue
+            last = monitor.observe(batch.step, batch)
+            _report(console, batch, last)
+    if last is None:
+        console.print("nothing new to score")
+        return 0
+    Console().print(summary_table(last, title=f"{args.out}, step {last.step}"))
+    return 0
+
+
+def _recorded_steps(args: argparse.Namespace) -> set[int]:
+    if not (Path(args.out) / METRICS_FILE).exists():
+        return set()
+    if not args.resume:
+        raise SettingsError(f"--out {args.out} already holds a run. Choose another folder, or add --resume to go on in it.")
+    return {record.step for record in read_records(args.out) if record.status == "ok"}
+
+
+def _monitor(args: argparse.Namespace, model: Any, tokenizer: Any, console: Console) -> Monitor:
+    from collapsediag.scoring.hf import HFScorer
+
+    scorer = HFScorer(model, temperature=args.temperature, token_budget=args.token_budget)
+    provenance = Provenance.collect(
+        model=str(args.model),
+        tokenizer=str(args.tokenizer or args.model),
+        device=str(next(model.parameters()).device),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        settings={name: value for name, value in vars(args).items() if name not in ("run", "command")},
+    )
+    return Monitor(
+        ProgressScorer(scorer, console),
+        every=1,
+        sinks=[JsonlSink(args.out, resume=args.resume, provenance=provenance)],
+        tokenizer=tokenizer,
+        reasoning=args.reasoning,
+        pairs=PairSettings(
+            tags=((args.open_tag, args.close_tag),),
+            max_contexts=args.max_contexts,
+            max_traces=args.max_traces,
+            max_pairs=args.max_pairs,
+            max_context_tokens=args.max_context_tokens,
+            max_trace_tokens=args.max_trace_tokens,
+            max_total_tokens=scorer.max_tokens,
+        ),
+        definition=args.definition,
+        rollout_options={"success_threshold": args.success_threshold},
+        seed=args.seed,
+        on_error="raise",
+    )
+
+
+class ProgressScorer:
+    """The model's scorer with its cost said beforehand and a bar while it works."""
+
+    def __init__(self, scorer: Any, console: Console) -> None:
+        self._scorer = scorer
+        self._console = console
+
+    def score(self, pairs: ScoringPairs) -> LogLikelihoodMatrix:
+        """Score with a progress bar; see Scorer.score."""
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._console.print(self._scorer.estimate(pairs).describe())
+        columns = (
+            TextColumn("scoring"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("elapsed,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task("", total=None)
+            matrix: LogLikelihoodMatrix = self._scorer.score(
+                pairs, progress=lambda done, total: progress.update(task, completed=done, total=total)
+            )
+        return matrix
+
+
+def _report(console: Console, batch: RolloutBatch, record: Record) -> None:
+    """What a reader of the numbers must know, once per step."""
+    where = f"step {batch.step}"
+    for note in record.notes:
+        console.print(f"{where}: {note}", markup=False)
+    for name, reason in record.not_measured.items():
+        if name.startswith("collapse_"):
+            console.print(f"{where}: {name} not measured: {reason}", style="yellow", markup=False)
+    left_out = ", ".join(f"{n} {reason}" for reason, n in record.dropped.items() if n)
+    if left_out:
+        console.print(f"{where}: left out {left_out}", markup=False)
