@@ -220,6 +220,18 @@ class Monitor:
         self._failures = state["failures"]
         self._failures_in_a_row = state["failures_in_a_row"]
 
+    def continue_from(self, records: Iterable[Record]) -> None:
+        """Continue a run from what it recorded, for offline jobs that keep no checkpoint.
+
+        The moving averages are part of every scored record, so the last one of each namespace holds them exactly.
+        """
+        for record in records:
+            for namespace in NAMESPACES:
+                averages = ema_of_record(record.values, f"collapse_{namespace}_sample/")
+                if averages is not None:
+                    self._ema[namespace] = averages
+            self._last_step = record.step
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _measure(self, step: int, batch: RolloutBatch, score: bool | None, draft: _Draft) -> None:

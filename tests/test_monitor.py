@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from collapsediag.errors import ScoringError, SettingsError
+from collapsediag.matrix import LogLikelihoodMatrix
+from collapsediag.monitor import Cadence, Monitor
+from collapsediag.pairs import PairSettings, ScoringPairs
+from collapsediag.record import Record
+from collapsediag.rollouts import Rollout, RolloutBatch, Turn
+from collapsediag.run_folder import read_matrix, read_records, read_traces
+from collapsediag.sinks import JsonlSink
+
+KEY = "collapse_first_turn_sample/"
+
+
+class Keep:
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.closed = False
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class PlantedScorer:
+    """Own context scores higher by `gain` nats a token, with seeded noise; raises where told to."""
+
+    def __init__(self, gain: float = 2.0, fail_calls: set[int] | None = None) -> None:
+        self.gain, self.calls, self.fail_calls = gain, 0, fail_calls or set()
+
+    def score(self, pairs: ScoringPairs) -> LogLikelihoodMatrix:
+        self.calls += 1
+        if self.calls in self.fail_calls:
+            raise ScoringError(f"call {self.calls} failed on purpose")
+        rng = np.random.default_rng([self.calls, pairs.n_traces])
+        length = np.array([len(trace) for trace in pairs.traces])
+        logp = -length[:, None] * (3.0 + rng.random((pairs.n_traces, pairs.n_contexts)))
+        logp[np.arange(pairs.n_traces), pairs.own_N] += self.gain * length
+        return LogLikelihoodMatrix(
+            logp_NP=np.minimum(logp, 0.0), length_N=length, own_N=pairs.own_N, group_N=pairs.group_N
+        )
+
+
+def batch(step: int, prompts: int = 4, group: int = 3, turns: int = 1) -> RolloutBatch:
+    rng = np.random.default_rng(step)
+    rollouts = []
+    for p in range(prompts):
+        for _ in range(group):
+            made: list[Turn] = []
+            context = [1, 10 + p]
+            for _ in range(turns):
+                output = rng.integers(20, 60, size=5).tolist()
+                made.append(Turn(context_ids=context, output_ids=output))  # type: ignore[arg-type]
+                context = [*context, *output, 5]
+            rollouts.append(Rollout(turns=tuple(made), group=p, reward=float(rng.random())))
+    return RolloutBatch(step=step, rollouts=tuple(rollouts))
+
+
+def monitor(scorer: object | None = None, **options: object) -> tuple[Monitor, Keep]:
+    keep = Keep()
+    settings: dict[str, object] = {"every": 1, "reasoning": "completion", "sinks": [keep], **options}
+    return Monitor(scorer, **settings), keep  # type: ignore[arg-type]
+
+
+def test_a_record_per_step_scored_at_the_cadence() -> None:
+    m, keep = monitor(PlantedScorer(), every=3)
+    for step in range(7):
+        m.observe(step, batch(step))
+    assert [r.step for r in keep.records] == list(range(7))
+    assert [KEY + "retrieval_accuracy" in r.values for r in keep.records] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert all("reward/mean" in r.values for r in keep.records)
+    assert keep.records[0].values[KEY + "retrieval_accuracy"] == 1.0
+    assert keep.records[0].values["timing_s/collapse_score"] >= 0
+
+
+def test_the_first_step_seen_and_asked_for_steps_are_scored() -> None:
+    m, keep = monitor(PlantedScorer(), every=10)
+    m.observe(7, batch(7))
+    m.observe(8, batch(8))
+    m.observe(9, batch(9), score=True)
+    m.observe(10, batch(10), score=False)
+    assert [bool(r.matrices) for r in keep.records] == [True, False, True, False]
+
+
+def test_cadence_needs_a_positive_number() -> None:
+    with pytest.raises(SettingsError, match="every=0"):
+        Cadence(every=0)
+
+
+def test_multi_turn_batches_have_all_three_draws() -> None:
+    m, _ = monitor(PlantedScorer())
+    record = m.observe(0, batch(0, turns=2))
+    assert set(record.matrices) == {"first_turn", "trajectory", "turn"}
+    single = m.observe(1, batch(1))
+    assert set(single.matrices) == {"first_turn"}
+
+
+def test_the_moving_average_is_the_recurrence_and_survives_a_checkpoint() -> None:
+    whole, keep_whole = monitor(PlantedScorer())
+    for step in range(6):
+        whole.observe(step, batch(step))
+
+    first, keep_first = monitor(PlantedScorer())
+    for step in range(3):
+        first.observe(step, batch(step))
+    state = json.loads(json.dumps(first.state_dict()))
+    scorer = PlantedScorer()
+    scorer.calls = 3
+    second, keep_second = monitor(scorer)
+    second.load_state_dict(state)
+    for step in range(3, 6):
+        second.observe(step, batch(step))
+
+    resumed = [*keep_first.records, *keep_second.records]
+    ema = None
+    for a, b in zip(keep_whole.records, resumed, strict=True):
+        value = a.values[KEY + "gap_std"]
+        ema = value if ema is None else 0.9 * ema + 0.1 * value
+        np.testing.assert_allclose(a.values[KEY + "gap_std_ema"], ema, rtol=1e-12)
+        for name in a.values:
+            if not name.startswith("timing_s/"):
+                assert a.values[name] == b.values[name], name
+
+
+def test_continuing_from_the_records_equals_never_having_stopped(tmp_path: Path) -> None:
+    whole, keep = monitor(PlantedScorer())
+    for step in range(4):
+        whole.observe(step, batch(step))
+    first = Monitor(PlantedScorer(), every=1, reasoning="completion", sinks=[JsonlSink(tmp_path)])
+    with first:
+        for step in range(2):
+            first.observe(step, batch(step))
+    scorer = PlantedScorer()
+    scorer.calls = 2
+    second = Monitor(scorer, every=1, reasoning="completion", sinks=[JsonlSink(tmp_path, resume=True)])
+    second.continue_from(read_records(tmp_path))
+    with second:
+        for step in range(2, 4):
+            second.observe(step, batch(step))
+    for a, b in zip(keep.records, read_records(tmp_path), strict=True):
+        assert a.values[KEY + "mi_zscore_ema"] == b.values[KEY + "mi_zscore_ema"]
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    m, _ = monitor()
+    with pytest.raises(SettingsError, match="version 99"):
+        m.load_state_dict({"version": 99})
+
+
+@pytest.mark.faults
+def test_a_failure_is_a_record_with_the_reason_and_no_values(caplog: pytest.LogCaptureFixture) -> None:
+    m, keep = monitor(PlantedScorer(fail_calls={2}))
+    with caplog.at_level(logging.WARNING, logger="collapsediag"):
+        for step in range(3):
+            m.observe(step, batch(step))
+    failed = keep.records[1]
+    assert failed.status == "failed"
+    assert failed.reason == "call 2 failed on purpose"
+    assert dict(failed.values) == {"collapse/failures": 1.0}
+    assert [r.status for r in keep.records] == ["ok", "failed", "ok"]
+    assert keep.records[2].values["collapse/failures"] == 1.0
+    assert caplog.text.count("training goes on") == 1
+
+
+@pytest.mark.faults
+def test_a_failed_step_does_not_move_the_average() -> None:
+    class SecondNamespaceFails(PlantedScorer):
+        def score(self, pairs: ScoringPairs) -> LogLikelihoodMatrix:
+            if pairs.namespace == "trajectory":
+                raise ScoringError("on purpose")
+            return super().score(pairs)
+
+    m, _ = monitor(SecondNamespaceFails())
+    before = m.state_dict()["ema"]
+    m.observe(0, batch(0, turns=2))
+    assert m.state_dict()["ema"] == before == {}
+
+
+@pytest.mark.faults
+def test_after_three_failures_in_a_row_scoring_stops_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    scorer = PlantedScorer(fail_calls=set(range(1, 99)))
+    m, keep = monitor(scorer, every=2)
+    with caplog.at_level(logging.WARNING, logger="collapsediag"):
+        for step in range(12):
+            m.observe(step, batch(step))
+    assert scorer.calls == 3  # unscored steps in between do not start the count anew
+    assert caplog.text.count("not scored any more") == 1
+    last = keep.records[10]
+    assert last.status == "ok"
+    assert "reward/mean" in last.values
+    assert last.not_measured["scoring"] == "switched off after 3 failures in a row"
+
+
+@pytest.mark.faults
+def test_two_failures_then_a_success_start_the_count_anew() -> None:
+    scorer = PlantedScorer(fail_calls={1, 2, 4, 5, 7, 8})
+    m, keep = monitor(scorer)
+    for step in range(9):
+        m.observe(step, batch(step))
+    assert scorer.calls == 9
+    assert keep.records[-1].values == {"collapse/failures": 6.0}
+
+
+def test_on_error_raise_raises() -> None:
+    m, _ = monitor(PlantedScorer(fail_calls={1}), on_error="raise")
+    with pytest.raises(ScoringError, match="on purpose"):
+        m.observe(0, batch(0))
+    with pytest.raises(SettingsError, match="on_error='ignore'"):
+        monitor(on_error="ignore")
+
+
+def test_one_prompt_is_not_measured_with_the_reason() -> None:
+    m, _ = monitor(PlantedScorer())
+    record = m.observe(0, batch(0, prompts=1))
+    assert record.status == "ok"
+    assert "at least 2 are needed" in record.not_measured["collapse_first_turn_sample"]
+    assert not any(name.startswith(KEY) for name in record.values)
+
+
+def test_without_a_scorer_the_cheap_metrics_remain() -> None:
+    m, _ = monitor(None)
+    record = m.observe(0, batch(0))
+    assert "reward/mean" in record.values
+    assert not record.matrices
+
+
+def test_run_folder_holds_matrix_and_traces(tmp_path: Path) -> None:
+    class Words:
+        def decode(self, ids: list[int], **_: object) -> str:
+            return " ".join(f"w{i}" for i in ids)
+
+    sink = JsonlSink(tmp_path)
+    m = Monitor(PlantedScorer(), every=1, reasoning="completion", sinks=[sink], tokenizer=Words(), traces_kept=5)
+    with m:
+        record = m.observe(0, batch(0))
+    stored = read_matrix(tmp_path, 0, "first_turn")
+    np.testing.assert_array_equal(stored.logp_NP, record.matrices["first_turn"].logp_NP)
+    traces = read_traces(tmp_path, 0)
+    assert len(traces) == 5
+    assert traces[0]["context"] == "w1 w10"
+    assert all(t["own"] == t["best"] and t["context_best"] is None for t in traces)
+
+
+def test_the_same_seed_gives_the_same_numbers_and_global_generators_are_untouched() -> None:
+    states = (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+    settings = PairSettings(max_contexts=3, max_traces=6)
+    runs = []
+    for _ in range(2):
+        m, keep = monitor(PlantedScorer(), pairs=settings, seed=5)
+        for step in range(3):
+            m.observe(step, batch(step, prompts=6, turns=2))
+        runs.append([{k: v for k, v in r.values.items() if not k.startswith("timing_s/")} for r in keep.records])
+    assert runs[0] == runs[1]
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index, union-attr]
+
+
+def test_closing_closes_the_sinks() -> None:
+    m, keep = monitor()
+    with m:
+        pass
+    assert keep.closed
