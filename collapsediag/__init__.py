@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "CollapsediagError": "collapsediag.errors",
     "DropReason": "collapsediag.pairs",
+    "EmaStd": "collapsediag.statistics",
     "LogLikelihoodMatrix": "collapsediag.matrix",
     "MetricInfo": "collapsediag.metrics.registry",
     "Record": "collapsediag.record",
@@ -23,6 +24,11 @@ _WHERE = {
     "ScoringPairs": "collapsediag.pairs",
     "ToolCall": "collapsediag.rollouts",
     "Turn": "collapsediag.rollouts",
+    "conditional_entropy": "collapsediag.metrics.information",
+    "matrix_metrics": "collapsediag.metrics.from_matrix",
+    "mutual_information": "collapsediag.metrics.information",
+    "reasoning_entropy": "collapsediag.metrics.information",
+    "retrieval_accuracy": "collapsediag.metrics.retrieval",
 }
 
 __all__ = sorted([*_WHERE, "__version__"])
@@ -30,7 +36,12 @@ __all__ = sorted([*_WHERE, "__version__"])
 if TYPE_CHECKING:
     from collapsediag.errors import CollapsediagError as CollapsediagError
     from collapsediag.matrix import LogLikelihoodMatrix as LogLikelihoodMatrix
+    from collapsediag.metrics.from_matrix import matrix_metrics as matrix_metrics
+    from collapsediag.metrics.information import conditional_entropy as conditional_entropy
+    from collapsediag.metrics.information import mutual_information as mutual_information
+    from collapsediag.metrics.information import reasoning_entropy as reasoning_entropy
     from collapsediag.metrics.registry import MetricInfo as MetricInfo
+    from collapsediag.metrics.retrieval import retrieval_accuracy as retrieval_accuracy
     from collapsediag.pairs import DropReason as DropReason
     from collapsediag.pairs import ScoringPairs as ScoringPairs
     from collapsediag.record import Record as Record
@@ -38,6 +49,7 @@ if TYPE_CHECKING:
     from collapsediag.rollouts import RolloutBatch as RolloutBatch
     from collapsediag.rollouts import ToolCall as ToolCall
     from collapsediag.rollouts import Turn as Turn
+    from collapsediag.statistics import EmaStd as EmaStd
 
 
 def __getattr__(name: str) -> Any:
