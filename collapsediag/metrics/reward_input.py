@@ -1,0 +1,128 @@
+"""The door through which rewards and success labels enter: what is none is refused by name, never a silent number.
+
+Legend: N rollouts, P prompts (groups), G rollouts of one prompt.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collapsediag.errors import MetricError
+from collapsediag.metrics.grouped import FloatArray, IntArray
+
+
+def checked_rewards(rewards: Sequence[Any], where: Callable[[int], str]) -> FloatArray:
+    """[N] rewards as float64, NaN where the trainer could not score the rollout (None or NaN).
+
+    where: names row i in an error message.
+    Raises MetricError for what is no reward: an infinity, a string, a boolean (that is a success label), a dict of
+    components, a vector.
+    """
+    return np.array([_reward(value, i, where) for i, value in enumerate(rewards)], dtype=np.float64)
+
+
+def _reward(value: Any, row: int, where: Callable[[int], str]) -> float:
+    if isinstance(value, float):
+        number = value
+    elif value is None:
+        return math.nan
+    else:
+        number = _unusual_reward(value, row, where)
+    if math.isinf(number):
+        raise MetricError(
+            f"the reward of {where(row)} is {number}: an infinite reward has no mean or variance. Pass None for a "
+            "rollout that could not be scored; it is left out and counted."
+        )
+    return number
+
+
+def _unusual_reward(value: Any, row: int, where: Callable[[int], str]) -> float:
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()
+    if isinstance(value, bool):
+        raise MetricError(
+            f"the reward of {where(row)} is the boolean {value}: that is a success label. Pass it as success, "
+            "and as reward the number the trainer used."
+        )
+    if isinstance(value, dict):
+        raise MetricError(
+            f"the reward of {where(row)} is a dict of components ({', '.join(map(repr, list(value)[:5]))}). Pass the "
+            "components as `rewards`, and as `reward` the total the trainer used."
+        )
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    raise MetricError(
+        f"the reward of {where(row)} is {value!r:.80} ({type(value).__name__}); a reward is one number, or None where "
+        "the trainer could not score the rollout."
+    )
+
+
+def flatten_groups(rewards_PG: Any) -> tuple[FloatArray, IntArray, int]:
+    """Values [N], group numbers [N] and P of a [P, G] matrix or of P ragged lists.
+
+    Raises MetricError where the input is no list of lists, or holds what is no reward.
+
+    >>> values, group, p = flatten_groups([[1.0, None], [0.5]])
+    >>> values.tolist(), group.tolist(), p
+    ([1.0, nan, 0.5], [0, 0, 1], 2)
+    """
+    if isinstance(rewards_PG, (str, bytes, dict)) or not hasattr(rewards_PG, "__len__"):
+        raise MetricError(
+            f"rewards must be one list of numbers per prompt, found {type(rewards_PG).__name__}. For 8 samples of each "
+            "of 4 prompts pass an array of shape [4, 8], or 4 lists."
+        )
+    groups: list[int] = []
+    positions: list[tuple[int, int]] = []
+    flat: list[Any] = []
+    for p in range(len(rewards_PG)):
+        row = rewards_PG[p]
+        row = row.tolist() if hasattr(row, "tolist") else row
+        if isinstance(row, (str, bytes, dict)) or not hasattr(row, "__len__"):
+            raise MetricError(
+                f"rewards[{p}] is {row!r:.60} ({type(row).__name__}), expected the list of rewards of prompt {p}. A "
+                "flat list must be cut into groups first: reshape it to [prompts, group size]."
+            )
+        flat.extend(row)
+        groups.extend([p] * len(row))
+        positions.extend((p, g) for g in range(len(row)))
+    values = checked_rewards(flat, lambda i: f"rewards[{positions[i][0]}][{positions[i][1]}]")
+    return values, np.array(groups, dtype=np.int64), len(rewards_PG)
+
+
+def success_by_threshold(reward_N: FloatArray, threshold: float, success_N: FloatArray | None = None) -> FloatArray:
+    """[N] 1 where the reward is at or above the threshold, 0 below, NaN where unscored; labels given win.
+
+    >>> success_by_threshold(np.array([0.2, 1.0, np.nan]), 0.5).tolist()
+    [0.0, 1.0, nan]
+    """
+    derived = np.where(np.isnan(reward_N), np.nan, (reward_N >= threshold).astype(np.float64))
+    return derived if success_N is None else np.where(np.isnan(success_N), derived, success_N)
+
+
+def flat_success(success_PG: Any, n: int) -> FloatArray:
+    """[N] labels of a [P, G] matrix or of P ragged lists. Raises MetricError where they are not n in all."""
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in success_PG]
+    flat = [value for row in rows for value in row]
+    if len(flat) != n:
+        raise MetricError(f"success has {len(flat)} labels but there are {n} rewards; give one for each, or None.")
+    return checked_success(flat)
+
+
+def checked_success(labels: Any) -> FloatArray:
+    """[N] 1, 0, or NaN for None. Raises MetricError for anything that is not True, False, 1, 0 or None."""
+    codes = {None: np.nan, True: 1.0, False: 0.0}
+    try:
+        return np.array([codes[label.item() if hasattr(label, "item") else label] for label in labels], dtype=float)
+    except (KeyError, TypeError) as error:
+        raise MetricError(
+            f"a success label is {error.args[0]!r}; it must be True, False, or None where nobody said. A graded "
+            "reward becomes a label through success_threshold."
+        ) from error
