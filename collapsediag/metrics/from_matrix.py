@@ -34,14 +34,12 @@ class Definition:
     """Which of the two readings of the same names is meant.
 
     token: normalization of the values without `_seq`. scale: what `mi_zscore` divides by.
-    ema_prefix: keeps the averages of the two definitions apart when one EmaStd serves both.
     """
 
     name: Literal["paper", "ragen"]
     token: Normalization
     mixture: Mixture
     scale: Scale
-    ema_prefix: str
 
     @property
     def is_ragen(self) -> bool:
@@ -49,9 +47,9 @@ class Definition:
         return self.name == "ragen"
 
 
-PAPER = Definition(name="paper", token="token", mixture="uniform", scale="gap", ema_prefix="")
+PAPER = Definition(name="paper", token="token", mixture="uniform", scale="gap")
 RAGEN = Definition(
-    name="ragen", token="token_mixture", mixture="multiplicity", scale="marginal", ema_prefix="ragen/"
+    name="ragen", token="token_mixture", mixture="multiplicity", scale="marginal"
 )  # fmt: skip
 
 
@@ -70,7 +68,8 @@ def matrix_metrics(
 ) -> dict[str, float]:
     """Every metric that a log-likelihood matrix holds, by name, with the counts behind them.
 
-    ema: memory of the `_ema` names, taken forward by exactly one step; without it those names are absent.
+    ema: memory of the `_ema` names, taken forward by exactly one step; without it those names are absent. Keep one for
+        each namespace and definition.
     definition: "paper" (RAGEN-2's definitions made exact) or "ragen" (what RAGEN's code computes).
     naming: "ragen" returns RAGEN's own keys only, and always with RAGEN's definitions, so that they keep their meaning.
     intervals: add `<name>/ci_low` and `/ci_high` by a bootstrap over groups with the columns held fixed.
@@ -109,7 +108,7 @@ def matrix_metrics(
     # Last, so that an error above leaves the memory as it was.
     if ema is not None:
         for name, value in _spreads(token, sequence).items():
-            ema.update(chosen.ema_prefix + name, value)
+            ema.update(name, value)
     return values
 
 
@@ -187,7 +186,7 @@ def _spread_values(chosen: Definition, token: RowValues, sequence: RowValues, em
             for kind in ("gap", "marginal"):
                 spread = batch[f"{kind}_std{seq}"]
                 if memory is not None:
-                    spread = memory.preview(f"{chosen.ema_prefix}{kind}_std{seq}", spread)
+                    spread = memory.preview(f"{kind}_std{seq}", spread)
                     values[f"{kind}_std{suffix}{seq}"] = spread
                 z = mean / (spread + ZSCORE_EPS) if chosen.is_ragen else information.z_score(mean, spread)
                 if kind == "marginal":
@@ -220,7 +219,7 @@ def _resampled(
     if ema is not None:
         std_R = np.sqrt(np.maximum(means_RK[:, 5] - means_RK[:, 4] ** 2, 0.0))
         # The average of earlier steps is fixed; this batch's share of it varies with the resample.
-        spread_R = ema.preview(f"{chosen.ema_prefix}{chosen.scale}_std", std_R)
+        spread_R = ema.preview(f"{chosen.scale}_std", std_R)
         samples["mi_zscore_ema"] = means_RK[:, 1] / (spread_R + ZSCORE_EPS)
     return samples
 
