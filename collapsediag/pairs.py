@@ -1,33 +1,40 @@
 """Cut rollouts into (context, reasoning) pairs: who is scored under what.
 
-Legend: N traces (rows of the coming matrix), P distinct contexts (its columns).
+    X = context + output[:start]    ends with the opening tag, or with the context that holds it
+    Z = output[start:stop]          no part of either tag
+
+Which turns: `first_turn` takes turn 1 of every rollout. `trajectory` takes one turn of every rollout, each of its
+usable turns being equally likely: a draw without replacement, so that every trajectory has exactly the weight that
+drawing trajectories uniformly gives it on average, and no pair comes twice by chance. (RAGEN draws with replacement:
+same expectation, more variance.) `turn` takes every usable turn of every rollout; a limit then cuts it down to a
+uniform draw over (trajectory, turn). A turn is usable if it has token ids and a closed, non-blank reasoning block
+within the length limits; the others are counted under their reason.
+
+Legend: N traces (rows of the coming matrix), P distinct contexts (its columns), M usable turns before any choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collapsediag.errors import PairError
+from collapsediag.errors import PairError, SettingsError
+from collapsediag.pair_selection import fitting_lengths, select_rows
+from collapsediag.reasoning_mode import ReasoningChoice, choose_reasoning_mode
+from collapsediag.rollouts import RolloutBatch
+from collapsediag.spans import SpanFinder
+from collapsediag.turn_cuts import NAMESPACES, Cut, DropReason, PairSettings, usable_cuts
+
+__all__ = ["NAMESPACES", "DropReason", "PairSettings", "ScoringPairs", "build_pairs", "resolve_reasoning"]
 
 IntArray = NDArray[np.int64]
-
-
-class DropReason(str, Enum):
-    """Why a turn gave no row. Everything left out is counted under one of these."""
-
-    NO_TOKEN_IDS = "no_token_ids"
-    NO_REASONING = "no_reasoning_tag"
-    UNCLOSED = "unclosed_reasoning"
-    EMPTY = "empty_reasoning"
-    EMPTY_CONTEXT = "empty_context"
-    CONTEXT_TOO_LONG = "context_too_long"
-    TRACE_TOO_LONG = "trace_too_long"
-    SUBSAMPLED = "subsampled"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +49,8 @@ class ScoringPairs:
     rollout_N, turn_N: [N] where the trace came from in the batch.
     dropped: how many turns were left out, by reason.
     namespace: "first_turn", "trajectory" or "turn": how the turns were drawn.
+    reasoning: "think" (Z between the tags) or "completion" (Z is the whole output).
+    notes: decisions a reader must know, in words.
     """
 
     contexts: tuple[IntArray, ...]
@@ -53,6 +62,8 @@ class ScoringPairs:
     turn_N: IntArray
     dropped: Mapping[DropReason, int] = field(default_factory=dict)
     namespace: str = "first_turn"
+    reasoning: str = "think"
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n, p = len(self.traces), len(self.contexts)
@@ -71,3 +82,214 @@ class ScoringPairs:
     def n_contexts(self) -> int:
         """P, the number of columns."""
         return len(self.contexts)
+
+    @property
+    def n_considered(self) -> int:
+        """Turns looked at: the rows and everything counted in `dropped`."""
+        return self.n_traces + sum(self.dropped.values())
+
+    @property
+    def shortfall(self) -> str | None:
+        """Why no matrix metric can come of these pairs, in words; None where at least two contexts have traces."""
+        left_out = ", ".join(f"{count} {reason.value.replace('_', ' ')}" for reason, count in self.dropped.items())
+        if not self.n_traces:
+            return f"no reasoning to score among {self.n_considered} turns ({left_out or 'the batch is empty'})"
+        if self.n_contexts < 2:
+            return "only one distinct context, so there is nothing to tell apart; at least two prompts are needed"
+        return None
+
+
+def resolve_reasoning(
+    batch: RolloutBatch, *, settings: PairSettings | None = None, tokenizer: Any = None
+) -> ReasoningChoice:
+    """What `settings.reasoning` comes to for this batch, and why, in words: (mode, reason).
+
+    For "auto": "think" where any turn opens a block or any context shows an opening tag, else "completion". Ask once
+    and keep the answer: a run whose Z changes its meaning half-way cannot be read.
+
+    tokenizer: a tokenizer or a SpanFinder; needed where outputs are token ids only.
+
+    >>> batch = RolloutBatch.from_lists(step=0, prompts=["2+2="], completions=["4"])
+    >>> resolve_reasoning(batch)
+    ReasoningChoice(mode='completion', reason='none of 1 turns has <think>')
+    """
+    settings = settings or PairSettings()
+    if settings.reasoning != "auto":
+        return ReasoningChoice(settings.reasoning, "as set")
+    return choose_reasoning_mode(batch, _finder(tokenizer, settings, batch), settings.reasoning_tags)
+
+
+def build_pairs(
+    batch: RolloutBatch,
+    *,
+    settings: PairSettings | None = None,
+    tokenizer: Any = None,
+    namespace: str = "first_turn",
+    seed: int = 0,
+    **changes: Any,
+) -> ScoringPairs:
+    """The rows and columns of one step's matrix, and the count of everything left out.
+
+    settings: see PairSettings; single settings may be given by name instead or on top (`max_traces=64`).
+    tokenizer: the policy's tokenizer, or a SpanFinder (which need not learn the vocabulary anew at every step). Not
+        needed for reasoning="completion".
+    namespace: which turns, see the module.
+    seed: all draws come from (seed, batch.step, namespace): the same call gives the same pairs.
+
+    Rows are in the order of the batch, columns in the order of the rows. Equal contexts are one column. Nothing usable
+    is no error: the result then has no rows, and `shortfall` says why.
+
+    >>> batch = RolloutBatch.from_lists(step=1, prompts=[[1, 2], [1, 3]], completions=[[4, 5], [6]])
+    >>> pairs = build_pairs(batch, reasoning="completion")
+    >>> pairs.n_traces, pairs.n_contexts, [z.tolist() for z in pairs.traces]
+    (2, 2, [[4, 5], [6]])
+    """
+    if namespace not in NAMESPACES:
+        raise SettingsError(f"namespace must be one of {', '.join(NAMESPACES)}; found {namespace!r}.")
+    settings = _changed(settings or PairSettings(), changes)
+    notes = []
+    finder = None
+    if settings.reasoning != "completion":
+        finder = _finder(tokenizer, settings, batch)
+        if settings.reasoning == "auto":
+            mode, why = choose_reasoning_mode(batch, finder, settings.reasoning_tags)
+            settings = settings.with_reasoning(mode)
+            notes.append(f"reasoning={mode}: {why}")
+    # SeedSequence takes no negative number; a step of -1 (before training) is one.
+    rng = np.random.default_rng([seed % 2**64, batch.step % 2**64, NAMESPACES.index(namespace)])
+    dropped: Counter[DropReason] = Counter()
+    cuts = usable_cuts(batch, namespace, settings, finder, dropped)
+    if namespace == "trajectory":
+        cuts = _one_turn_each(cuts, len(batch), rng, dropped)
+    return _assemble(batch, cuts, settings, namespace, rng, dropped, notes)
+
+
+def _changed(settings: PairSettings, changes: Mapping[str, Any]) -> PairSettings:
+    known = {f.name for f in dataclasses.fields(PairSettings)}
+    unknown = sorted(set(changes) - known)
+    if unknown:
+        raise SettingsError(f"unknown pair setting {', '.join(unknown)}; there are {', '.join(sorted(known))}.")
+    return dataclasses.replace(settings, **changes)
+
+
+def _finder(tokenizer: Any, settings: PairSettings, batch: RolloutBatch) -> SpanFinder | None:
+    if tokenizer is None or isinstance(tokenizer, SpanFinder):
+        return tokenizer
+    return SpanFinder(tokenizer, settings.reasoning_tags, batch.eos_token_ids)
+
+
+def _one_turn_each(
+    cuts: list[Cut], n_rollouts: int, rng: np.random.Generator, dropped: Counter[DropReason]
+) -> list[Cut]:
+    """One of the usable turns of each rollout, uniformly. A rollout's draw does not depend on the other rollouts."""
+    draw = rng.random(n_rollouts)
+    of_rollout: dict[int, list[Cut]] = {}
+    for cut in cuts:
+        of_rollout.setdefault(cut.rollout, []).append(cut)
+    drawn = [turns[int(draw[r] * len(turns))] for r, turns in of_rollout.items()]
+    if len(cuts) > len(drawn):
+        dropped[DropReason.NOT_DRAWN] += len(cuts) - len(drawn)
+    return drawn
+
+
+def _context_parts(batch: RolloutBatch, cut: Cut) -> tuple[IntArray, IntArray]:
+    turn = batch.rollouts[cut.rollout].turns[cut.turn]
+    assert turn.context_ids is not None
+    assert turn.output_ids is not None
+    return turn.context_ids, turn.output_ids[: cut.start]
+
+
+def _columns(batch: RolloutBatch, cuts: list[Cut]) -> IntArray:
+    """[M] number of each cut's context: equal token ids, equal number, in the order of first appearance."""
+    number_of: dict[bytes, int] = {}
+    numbers = []
+    for cut in cuts:
+        # A digest and not the bytes themselves: multi-turn contexts are long, and almost all distinct.
+        digest = hashlib.blake2b(digest_size=16)
+        for part in _context_parts(batch, cut):
+            digest.update(np.ascontiguousarray(part).data)
+        numbers.append(number_of.setdefault(digest.digest(), len(number_of)))
+    return np.asarray(numbers, dtype=np.int64)
+
+
+def _assemble(
+    batch: RolloutBatch,
+    cuts: list[Cut],
+    settings: PairSettings,
+    namespace: str,
+    rng: np.random.Generator,
+    dropped: Counter[DropReason],
+    notes: list[str],
+) -> ScoringPairs:
+    cuts = _within_total(batch, cuts, settings.max_total_tokens, dropped)
+    column_M = _columns(batch, cuts)
+    group_M = _numbered(batch.rollouts[cut.rollout].group for cut in cuts)
+    selection = select_rows(
+        # Uniform over (trajectory, turn) means that a limit must not even out the groups.
+        np.arange(len(cuts)) if namespace == "turn" else group_M,
+        column_M,
+        max_columns=settings.max_contexts,
+        max_rows=settings.max_traces,
+        max_cells=settings.max_pairs,
+        rng=rng,
+    )
+    if len(cuts) > selection.rows.size:
+        dropped[DropReason.SUBSAMPLED] += len(cuts) - selection.rows.size
+    rows = [cuts[i] for i in selection.rows.tolist()]
+    first_with = {column: i for i, column in reversed(list(enumerate(column_M.tolist())))}
+    contexts = []
+    for column in selection.columns.tolist():
+        context, opening = _context_parts(batch, cuts[first_with[column]])
+        contexts.append(_frozen(np.concatenate([context, opening]) if opening.size else context))
+    own_N = np.searchsorted(selection.columns, column_M[selection.rows])
+    group_N = _numbered(group_M[selection.rows].tolist())
+    sharing = np.unique(np.stack([own_N, group_N]), axis=1)[0]
+    return ScoringPairs(
+        contexts=tuple(contexts),
+        traces=tuple(_trace(batch, cut) for cut in rows),
+        own_N=own_N,
+        group_N=group_N,
+        multiplicity_P=np.maximum(1, np.bincount(sharing, minlength=len(contexts))),
+        rollout_N=np.asarray([cut.rollout for cut in rows], dtype=np.int64),
+        turn_N=np.asarray([cut.turn for cut in rows], dtype=np.int64),
+        dropped={reason: dropped[reason] for reason in DropReason if dropped[reason]},
+        namespace=namespace,
+        reasoning=settings.reasoning,
+        notes=tuple(notes),
+    )
+
+
+def _within_total(batch: RolloutBatch, cuts: list[Cut], limit: int | None, dropped: Counter[DropReason]) -> list[Cut]:
+    """Leave out contexts or traces until every crossed pair fits into the model."""
+    if limit is None or not cuts:
+        return cuts
+    context_M = np.asarray([cut.context_tokens for cut in cuts])
+    trace_M = np.asarray([cut.stop - cut.start for cut in cuts])
+    longest_context, longest_trace = fitting_lengths(context_M, trace_M, _columns(batch, cuts), limit)
+    kept = []
+    for cut in cuts:
+        if cut.context_tokens > longest_context:
+            dropped[DropReason.CONTEXT_TOO_LONG] += 1
+        elif cut.stop - cut.start > longest_trace:
+            dropped[DropReason.TRACE_TOO_LONG] += 1
+        else:
+            kept.append(cut)
+    return kept
+
+
+def _numbered(values: Iterable[Any]) -> IntArray:
+    """Numbers 0, 1, ... of hashable values in the order of first appearance."""
+    number_of: dict[Any, int] = {}
+    return np.asarray([number_of.setdefault(value, len(number_of)) for value in values], dtype=np.int64)
+
+
+def _trace(batch: RolloutBatch, cut: Cut) -> IntArray:
+    output = batch.rollouts[cut.rollout].turns[cut.turn].output_ids
+    assert output is not None
+    return _frozen(output[cut.start : cut.stop])
+
+
+def _frozen(ids: IntArray) -> IntArray:
+    view: IntArray = ids.view()
+    view.flags.writeable = False
+    return view
