@@ -13,22 +13,34 @@ __version__ = "0.1.0"
 # Public name -> module that holds it. Resolved on first use, so that `import collapsediag` stays light and a training
 # process never pays for a room it does not enter.
 _WHERE = {
+    "CallableFormat": "collapsediag.metrics.format",
     "CollapsediagError": "collapsediag.errors",
     "DropReason": "collapsediag.pairs",
     "EmaStd": "collapsediag.statistics",
+    "JsonFormat": "collapsediag.metrics.format_json",
     "LogLikelihoodMatrix": "collapsediag.matrix",
     "MetricInfo": "collapsediag.metrics.registry",
     "Record": "collapsediag.record",
+    "RegexFormat": "collapsediag.metrics.format_regex",
     "Rollout": "collapsediag.rollouts",
     "RolloutBatch": "collapsediag.rollouts",
+    "RolloutReport": "collapsediag.metrics.from_rollouts",
     "ScoringPairs": "collapsediag.pairs",
+    "SnrFilterPreview": "collapsediag.metrics.snr_filter",
+    "TagFormat": "collapsediag.metrics.format",
     "ToolCall": "collapsediag.rollouts",
+    "ToolFormat": "collapsediag.metrics.format_json",
     "Turn": "collapsediag.rollouts",
     "conditional_entropy": "collapsediag.metrics.information",
     "matrix_metrics": "collapsediag.metrics.from_matrix",
     "mutual_information": "collapsediag.metrics.information",
+    "pass_at_k": "collapsediag.metrics.pass_at_k",
     "reasoning_entropy": "collapsediag.metrics.information",
     "retrieval_accuracy": "collapsediag.metrics.retrieval",
+    "reward_metrics": "collapsediag.metrics.rewards",
+    "rollout_metrics": "collapsediag.metrics.from_rollouts",
+    "rollout_report": "collapsediag.metrics.from_rollouts",
+    "snr_filter_preview": "collapsediag.metrics.snr_filter",
 }
 
 __all__ = sorted([*_WHERE, "__version__"])
@@ -36,12 +48,24 @@ __all__ = sorted([*_WHERE, "__version__"])
 if TYPE_CHECKING:
     from collapsediag.errors import CollapsediagError as CollapsediagError
     from collapsediag.matrix import LogLikelihoodMatrix as LogLikelihoodMatrix
+    from collapsediag.metrics.format import CallableFormat as CallableFormat
+    from collapsediag.metrics.format import TagFormat as TagFormat
+    from collapsediag.metrics.format_json import JsonFormat as JsonFormat
+    from collapsediag.metrics.format_json import ToolFormat as ToolFormat
+    from collapsediag.metrics.format_regex import RegexFormat as RegexFormat
     from collapsediag.metrics.from_matrix import matrix_metrics as matrix_metrics
+    from collapsediag.metrics.from_rollouts import RolloutReport as RolloutReport
+    from collapsediag.metrics.from_rollouts import rollout_metrics as rollout_metrics
+    from collapsediag.metrics.from_rollouts import rollout_report as rollout_report
     from collapsediag.metrics.information import conditional_entropy as conditional_entropy
     from collapsediag.metrics.information import mutual_information as mutual_information
     from collapsediag.metrics.information import reasoning_entropy as reasoning_entropy
+    from collapsediag.metrics.pass_at_k import pass_at_k as pass_at_k
     from collapsediag.metrics.registry import MetricInfo as MetricInfo
     from collapsediag.metrics.retrieval import retrieval_accuracy as retrieval_accuracy
+    from collapsediag.metrics.rewards import reward_metrics as reward_metrics
+    from collapsediag.metrics.snr_filter import SnrFilterPreview as SnrFilterPreview
+    from collapsediag.metrics.snr_filter import snr_filter_preview as snr_filter_preview
     from collapsediag.pairs import DropReason as DropReason
     from collapsediag.pairs import ScoringPairs as ScoringPairs
     from collapsediag.record import Record as Record

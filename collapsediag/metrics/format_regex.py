@@ -56,6 +56,10 @@ sys.stdout.write("".join(verdicts))
 _VERDICTS: dict[str, str | None] = {"m": None, "n": "no_match", "t": "regex_timeout"}
 
 
+class RegexBudgetError(MetricError):
+    """A pattern used up the CPU time of a whole batch, so its verdicts are not known."""
+
+
 @dataclass(frozen=True)
 class RegexFormat:
     r"""Outputs that a regular expression matches.
@@ -65,7 +69,7 @@ class RegexFormat:
     seconds: CPU time for one output; more counts as `regex_timeout`. Where the system has no such clock (Windows) the
         whole batch has BUDGET_SECONDS and then counts as not measured.
 
-    Raises SettingsError for a pattern that does not compile, MetricError where the budget of the batch is used up.
+    Raises SettingsError for a pattern that does not compile, RegexBudgetError where the budget of the batch is used up.
 
     >>> RegexFormat(r"<answer>\d+</answer>").failures(["<answer>4</answer>", "4"], [None, None])
     [None, 'no_match']
@@ -116,14 +120,14 @@ class RegexFormat:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise MetricError(self._too_slow()) from error
+            raise RegexBudgetError(self._too_slow()) from error
         except OSError as error:
             raise MetricError(
                 f"RegexFormat runs the pattern in a child of {sys.executable!r}, which could not be started: {error}. "
                 "Use TagFormat, or a callable."
             ) from error
         if child.returncode < 0:
-            raise MetricError(self._too_slow())
+            raise RegexBudgetError(self._too_slow())
         if child.returncode != 0:
             raise MetricError(f"the child that runs the regular expression failed: {child.stderr.strip()[-300:]}")
         return child.stdout

@@ -46,6 +46,11 @@ class MetricInfo:
 _REGISTRY: dict[str, MetricInfo] = {}
 _AT_NUMBER = re.compile(r"@\d+")
 _CI = re.compile(r"/ci_(?:low|high)$")
+# Names that hold a user's own word: a reward component, a way of failing of a format callable.
+_OWN_WORD = (
+    (re.compile(r"^reward/.+/(mean|std|n_unscored)$"), r"reward/<component>/\1"),
+    (re.compile(r"^format/custom/.+_fraction$"), "format/custom/<failure>_fraction"),
+)
 _PREFIX = re.compile(r"^(?:collapse_(?:first_turn|trajectory|turn)_sample/|collapse/|env/[^/]+/)")
 
 
@@ -71,7 +76,11 @@ def canonical_name(name: str) -> str:
     >>> canonical_name("env/maze/reward/mean")
     'reward/mean'
     """
-    return _AT_NUMBER.sub("@k", _CI.sub("", _PREFIX.sub("", name)))
+    plain = _CI.sub("", _PREFIX.sub("", name))
+    for pattern, canonical in _OWN_WORD:
+        if pattern.search(plain):
+            return pattern.sub(canonical, plain)
+    return _AT_NUMBER.sub("@k", plain)
 
 
 def find(name: str) -> MetricInfo | None:

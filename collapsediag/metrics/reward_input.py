@@ -116,13 +116,18 @@ def flat_success(success_PG: Any, n: int) -> FloatArray:
     return checked_success(flat)
 
 
-def checked_success(labels: Any) -> FloatArray:
+def checked_success(labels: Sequence[Any], where: Callable[[int], str] = "label {}".format) -> FloatArray:
     """[N] 1, 0, or NaN for None. Raises MetricError for anything that is not True, False, 1, 0 or None."""
-    codes = {None: np.nan, True: 1.0, False: 0.0}
-    try:
-        return np.array([codes[label.item() if hasattr(label, "item") else label] for label in labels], dtype=float)
-    except (KeyError, TypeError) as error:
-        raise MetricError(
-            f"a success label is {error.args[0]!r}; it must be True, False, or None where nobody said. A graded "
-            "reward becomes a label through success_threshold."
-        ) from error
+    return np.array([_label(label, row, where) for row, label in enumerate(labels)], dtype=np.float64)
+
+
+def _label(label: Any, row: int, where: Callable[[int], str]) -> float:
+    if label is None:
+        return math.nan
+    plain = label.item() if hasattr(label, "item") and getattr(label, "ndim", 1) == 0 else label
+    if isinstance(plain, (bool, int, float)) and plain in (0, 1):
+        return float(plain)
+    raise MetricError(
+        f"the success label of {where(row)} is {label!r:.80}; it must be True, False, or None where nobody said. A "
+        "graded reward becomes a label through success_threshold."
+    )
