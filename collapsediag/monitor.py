@@ -22,10 +22,18 @@ from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.metrics.from_matrix import matrix_metrics
 from collapsediag.metrics.from_rollouts import rollout_report
 from collapsediag.metrics.registry import MetricInfo, register
-from collapsediag.pairs import DropReason, PairSettings, ScoringPairs, build_pairs, resolve_reasoning
+from collapsediag.pairs import (
+    NAMESPACES,
+    DropReason,
+    PairSettings,
+    ScoringPairs,
+    build_pairs,
+    resolve_reasoning,
+)
 from collapsediag.record import Record, TraceSample
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.sinks import FanOut, Sink
+from collapsediag.spans import SpanFinder
 from collapsediag.statistics import EmaStd
 from collapsediag.trace_samples import sample_traces
 
@@ -37,6 +45,8 @@ logger = logging.getLogger("collapsediag")
 # After this many failures in a row the policy is not scored any more; the cheap rollout metrics go on.
 MAX_FAILURES_IN_A_ROW = 3
 STATE_VERSION = 1
+# Left out because not needed, which is no defect of the data.
+CHOSEN_AWAY = (DropReason.SUBSAMPLED, DropReason.NOT_DRAWN)
 
 register(
     MetricInfo(
@@ -144,12 +154,13 @@ class Monitor:
         self.tokenizer = tokenizer
         self.cadence = Cadence(every=every)
         self.pair_settings = pairs if pairs is not None else PairSettings(max_contexts=16, max_traces=64)
-        self.definition = definition
+        self.definition: Literal["paper", "ragen"] = definition
         self.rollout_options = dict(rollout_options or {})
         self.seed = seed
         self.traces_kept = traces_kept
         self.on_error = on_error
-        self._reasoning: str = reasoning
+        self._reasoning: Literal["auto", "think", "completion"] = reasoning
+        self._finder: SpanFinder | None = None
         self._sinks = FanOut(sinks, strict=on_error == "raise")
         self._ema: dict[str, EmaStd] = {}
         self._last_step: int | None = None
@@ -227,7 +238,7 @@ class Monitor:
         """
         for record in records:
             for namespace in NAMESPACES:
-                averages = ema_of_record(record.values, f"collapse_{namespace}_sample/")
+                averages = _averages_of(record.values, f"collapse_{namespace}_sample/")
                 if averages is not None:
                     self._ema[namespace] = averages
             self._last_step = record.step
@@ -261,17 +272,14 @@ class Monitor:
     def _namespaces(self, batch: RolloutBatch) -> tuple[str, ...]:
         # Single-turn data has one way to draw a turn; the other two would repeat its numbers under other names.
         multi_turn = any(len(rollout.turns) > 1 for rollout in batch)
-        return ("first_turn", "trajectory", "turn") if multi_turn else ("first_turn",)
+        return NAMESPACES if multi_turn else NAMESPACES[:1]
 
     def _score(self, batch: RolloutBatch, namespace: str, draft: _Draft) -> None:
         assert self.scorer is not None
         pairs = self._pairs(batch, namespace, draft)
         key = f"collapse_{namespace}_sample"
-        if pairs.n_contexts < 2:
-            draft.not_measured[key] = (
-                f"{pairs.n_contexts} distinct context(s) with a usable trace, at least 2 are needed"
-                + _dropped_in_words(pairs.dropped)
-            )
+        if pairs.shortfall is not None:
+            draft.not_measured[key] = pairs.shortfall
             return
         matrix = self.scorer.score(pairs)
         draft.scored = True
@@ -286,24 +294,32 @@ class Monitor:
         draft.traces.extend(sample_traces(batch, pairs, matrix, self.tokenizer, self.traces_kept, self.seed))
 
     def _pairs(self, batch: RolloutBatch, namespace: str, draft: _Draft) -> ScoringPairs:
+        finder = self._span_finder(batch)
         if self._reasoning == "auto":
-            self._reasoning, why = resolve_reasoning(batch, settings=self.pair_settings, tokenizer=self.tokenizer)
-            draft.notes.append(f"reasoning={self._reasoning}: {why}")
-            logger.info("step %d: reasoning=%s: %s", batch.step, self._reasoning, why)
+            choice = resolve_reasoning(batch, settings=self.pair_settings, tokenizer=finder)
+            self._reasoning = choice.mode
+            draft.notes.append(f"reasoning={choice.mode}: {choice.reason}")
         pairs = build_pairs(
             batch,
             settings=self.pair_settings.with_reasoning(self._reasoning),
-            tokenizer=self.tokenizer,
+            tokenizer=finder,
             namespace=namespace,
             seed=self.seed,
         )
         for reason, count in pairs.dropped.items():
             draft.dropped[f"{namespace}/{reason.value}"] += count
+        draft.notes.extend(pairs.notes)
         self._report_drops(batch.step, pairs)
         return pairs
 
+    def _span_finder(self, batch: RolloutBatch) -> SpanFinder | None:
+        # One for the run: it learns the vocabulary as it goes.
+        if self._finder is None and self.tokenizer is not None:
+            self._finder = SpanFinder(self.tokenizer, self.pair_settings.reasoning_tags, batch.eos_token_ids)
+        return self._finder
+
     def _report_drops(self, step: int, pairs: ScoringPairs) -> None:
-        left_out = {r.value: n for r, n in pairs.dropped.items() if n and r is not DropReason.SUBSAMPLED}
+        left_out = {r.value: n for r, n in pairs.dropped.items() if n and r not in CHOSEN_AWAY}
         # Each reason is worth one warning a run: the record counts it at every step.
         new = set(left_out) - self._reported_drops
         if new:
@@ -349,6 +365,16 @@ class Monitor:
         )
 
 
-def _dropped_in_words(dropped: Mapping[DropReason, int]) -> str:
-    listed = ", ".join(f"{n} {reason.value.replace('_', ' ')}" for reason, n in dropped.items() if n)
-    return f"; left out {listed}" if listed else ""
+def _averages_of(values: Mapping[str, float], prefix: str) -> EmaStd | None:
+    """The moving averages as they stood after a recorded step, None where it was not scored."""
+    averages = {
+        f"{kind}_std{seq}": values[f"{prefix}{kind}_std_ema{seq}"]
+        for kind in ("gap", "marginal")
+        for seq in ("", "_seq")
+        if f"{prefix}{kind}_std_ema{seq}" in values
+    }
+    if not averages:
+        return None
+    ema = EmaStd()
+    ema.load_state_dict({"decay": ema.decay, "values": averages})
+    return ema

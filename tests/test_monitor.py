@@ -216,7 +216,8 @@ def test_two_failures_then_a_success_start_the_count_anew() -> None:
     for step in range(9):
         m.observe(step, batch(step))
     assert scorer.calls == 9
-    assert keep.records[-1].values == {"collapse/failures": 6.0}
+    assert [r.status for r in keep.records] == ["failed", "failed", "ok"] * 3
+    assert keep.records[-1].values["collapse/failures"] == 6.0
 
 
 def test_on_error_raise_raises() -> None:
@@ -231,7 +232,7 @@ def test_one_prompt_is_not_measured_with_the_reason() -> None:
     m, _ = monitor(PlantedScorer())
     record = m.observe(0, batch(0, prompts=1))
     assert record.status == "ok"
-    assert "at least 2 are needed" in record.not_measured["collapse_first_turn_sample"]
+    assert "at least two prompts are needed" in record.not_measured["collapse_first_turn_sample"]
     assert not any(name.startswith(KEY) for name in record.values)
 
 
