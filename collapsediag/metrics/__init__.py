@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collapsediag.metrics import diversity as diversity
+from collapsediag.metrics import entropy as entropy
+from collapsediag.metrics import entropy_batch as entropy_batch
+from collapsediag.metrics import entropy_fit as entropy_fit
 from collapsediag.metrics import format as format
 from collapsediag.metrics import from_matrix as from_matrix
 from collapsediag.metrics import from_rollouts as from_rollouts
