@@ -17,6 +17,7 @@ _WHERE = {
     "CollapsediagError": "collapsediag.errors",
     "DropReason": "collapsediag.pairs",
     "EmaStd": "collapsediag.statistics",
+    "HFScorer": "collapsediag.scoring.hf",
     "JsonFormat": "collapsediag.metrics.format_json",
     "LogLikelihoodMatrix": "collapsediag.matrix",
     "MetricInfo": "collapsediag.metrics.registry",
@@ -32,6 +33,7 @@ _WHERE = {
     "ToolFormat": "collapsediag.metrics.format_json",
     "Turn": "collapsediag.rollouts",
     "conditional_entropy": "collapsediag.metrics.information",
+    "load_policy": "collapsediag.scoring.load",
     "matrix_metrics": "collapsediag.metrics.from_matrix",
     "mutual_information": "collapsediag.metrics.information",
     "pass_at_k": "collapsediag.metrics.pass_at_k",
@@ -40,6 +42,7 @@ _WHERE = {
     "reward_metrics": "collapsediag.metrics.rewards",
     "rollout_metrics": "collapsediag.metrics.from_rollouts",
     "rollout_report": "collapsediag.metrics.from_rollouts",
+    "score": "collapsediag.scoring.short",
     "snr_filter_preview": "collapsediag.metrics.snr_filter",
 }
 
@@ -73,6 +76,9 @@ if TYPE_CHECKING:
     from collapsediag.rollouts import RolloutBatch as RolloutBatch
     from collapsediag.rollouts import ToolCall as ToolCall
     from collapsediag.rollouts import Turn as Turn
+    from collapsediag.scoring.hf import HFScorer as HFScorer
+    from collapsediag.scoring.load import load_policy as load_policy
+    from collapsediag.scoring.short import score as score
     from collapsediag.statistics import EmaStd as EmaStd
 
 

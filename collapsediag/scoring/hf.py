@@ -1,0 +1,312 @@
+"""Score with any transformers causal language model, and leave the model as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collapsediag.errors import ScoringError, SettingsError
+from collapsediag.matrix import LogLikelihoodMatrix
+from collapsediag.pairs import ScoringPairs
+from collapsediag.scoring.access import ModelAccess, check_ids
+from collapsediag.scoring.guard import undisturbed
+from collapsediag.scoring.head import HeadTap, UnsupportedModelError
+from collapsediag.scoring.memory import MIN_TOKENS, is_out_of_memory, release_memory, work_model
+from collapsediag.scoring.plain import Cell, PlainSettings, plain_logp
+from collapsediag.scoring.plan import CostEstimate, Unique, estimate, group_tokens, plan_groups
+from collapsediag.scoring.prefix import PrefixEngine, unsupported_reason
+from collapsediag.scoring.results import Progress, Results, TokenScores
+
+logger = logging.getLogger("collapsediag")
+
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.float64]
+ProgressCallback = Callable[[int, int], None]
+
+RANDOM_CHECKS = 3
+# How far fast and plain path may differ in a trace's sum: nats per token, and nats per trace. Low precision rounds a
+# logit of 20 to steps of an eighth (bfloat16); a wrong mask shows as tenths of a nat per token.
+TOLERANCE = {
+    torch.float64: (1e-8, 1e-8),
+    torch.float32: (1e-4, 1e-3),
+    torch.float16: (1e-2, 0.1),
+    torch.bfloat16: (3e-2, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class ScoreInfo:
+    """How the last matrix was computed.
+
+    path: "prefix" or "plain". reason: why plain, None for the fast path.
+    check: largest difference between both paths in the self-check, nats per token; None where none was due. In low
+        precision this is the noise that retrieval and MI carry.
+    dtype: of the model's parameters. token_budget: tokens of one forward pass at the end.
+    """
+
+    path: str
+    reason: str | None
+    check: float | None
+    dtype: str
+    token_budget: int
+
+
+class HFScorer:
+    """Scores traces under contexts with a transformers causal language model.
+
+    Each context's keys and values run once; all distinct traces continue them, packed into few forward passes. Models
+    whose state cannot be shared that way (state-space and hybrid layers, ALiBi, chunked attention), and any model whose
+    fast scores do not agree with the plain path, are scored by forwarding `[context | trace]` in full; one log line
+    says so. Weights, modes, random states, caches and gradients of the model are as before when a call returns.
+
+    model: on any device, in any floating-point type, in train or eval mode, wrapped by PEFT, DDP, FSDP or DeepSpeed.
+    temperature: score softmax(logits / temperature).
+    token_budget: tokens of one forward pass; from free memory where None. Halved when memory runs out.
+    check_every: compare a few pairs with the plain path at the first call and every so many calls; 0: never.
+    max_tokens: longest context and trace together; the model's own limit where None.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float = 1.0,
+        token_budget: int | None = None,
+        check_every: int = 50,
+        max_tokens: int | None = None,
+    ) -> None:
+        if not temperature > 0:
+            raise SettingsError(f"temperature is {temperature}; it must be above 0 (1 scores the model as it is).")
+        if token_budget is not None and token_budget < MIN_TOKENS:
+            raise SettingsError(f"token_budget is {token_budget}; at least {MIN_TOKENS} tokens are needed.")
+        if check_every < 0:
+            raise SettingsError(f"check_every is {check_every}; 0 switches the self-check off.")
+        self.model = model
+        self.temperature = float(temperature)
+        self.token_budget = token_budget
+        self.check_every = check_every
+        self.max_tokens = max_tokens if max_tokens is not None else ModelAccess.of(model).max_tokens
+        self.info: ScoreInfo | None = None
+        self._calls = 0
+        self._shrink = 1
+        self._plain_reason: str | None = None
+
+    def __repr__(self) -> str:
+        return f"HFScorer({type(self.model).__name__}, temperature={self.temperature:g})"
+
+    def score(self, pairs: ScoringPairs, progress: ProgressCallback | None = None) -> LogLikelihoodMatrix:
+        """Score every trace of `pairs` under every context.
+
+        progress: called with (tokens done, tokens in all) after each forward pass.
+
+        Raises ScoringError for an empty context, a token id that the model does not know, or a pair longer than the
+        model's limit (before any forward pass), and where memory does not suffice even for the smallest pass.
+        """
+        return self._results(pairs, None, progress).matrix()
+
+    def score_cells(
+        self, pairs: ScoringPairs, scored_NP: BoolArray, progress: ProgressCallback | None = None
+    ) -> FloatArray:
+        """Log-likelihoods [N, P] of the cells marked in `scored_NP`, NaN elsewhere. Raises as `score` does."""
+        wanted = np.asarray(scored_NP)
+        if wanted.shape != (pairs.n_traces, pairs.n_contexts) or wanted.dtype != np.bool_:
+            raise ScoringError(
+                f"scored_NP must be booleans of shape ({pairs.n_traces}, {pairs.n_contexts}), one per trace and "
+                f"context, found shape {wanted.shape} of {wanted.dtype}."
+            )
+        return np.where(wanted, self._results(pairs, wanted, progress).logp_NP(), np.nan)
+
+    def score_tokens(
+        self,
+        pairs: ScoringPairs,
+        *,
+        entropies: bool = False,
+        every_context: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> TokenScores:
+        """The matrix and, from the same pass, the log-prob of every token of each trace under its own context.
+
+        entropies: also the exact entropy of the policy before each token, under the trace's own context.
+        every_context: also the log-prob of every token under every context (N x P x tokens numbers).
+        """
+        return self._results(
+            pairs, None, progress, own_tokens=True, entropies=entropies, every_context=every_context
+        ).token_scores()
+
+    def estimate(self, pairs: ScoringPairs, scored_NP: BoolArray | None = None) -> CostEstimate:
+        """What `score` would cost, without running the model. Raises as `score` does for what cannot be scored."""
+        access = ModelAccess.of(self.model)
+        check_ids(access, pairs.contexts, pairs.traces, self.max_tokens)
+        unique = Unique.of(pairs.contexts, pairs.traces, scored_NP)
+        work = self._work(access, unique)
+        cost = estimate(unique, plan_groups(unique, work), scored_NP)
+        if self._reason(access, unique) is None:
+            return cost
+        cells = np.argwhere(unique.wanted_UC)
+        tokens = sum(unique.traces[u].size + unique.contexts[c].size for u, c in cells)
+        rows = sum(unique.traces[u].size for u, _ in cells)
+        return replace(cost, tokens=int(tokens), logit_rows=int(rows))
+
+    def _reason(self, access: ModelAccess, unique: Unique) -> str | None:
+        if self._plain_reason is not None:
+            return self._plain_reason
+        longest = max((t.size for t in unique.traces), default=0) + max((c.size for c in unique.contexts), default=0)
+        return unsupported_reason(access, longest)
+
+    def _work(self, access: ModelAccess, unique: Unique) -> Any:
+        longest = max((c.size for c in unique.contexts), default=1)
+        return work_model(access, longest, self.token_budget, self._shrink)
+
+    def _results(
+        self,
+        pairs: ScoringPairs,
+        scored_NP: BoolArray | None,
+        callback: ProgressCallback | None,
+        **wanted: bool,
+    ) -> Results:
+        access = ModelAccess.of(self.model)
+        check_ids(access, pairs.contexts, pairs.traces, self.max_tokens)
+        unique = Unique.of(pairs.contexts, pairs.traces, scored_NP)
+        results = Results(pairs, unique, **wanted)
+        if not unique.wanted_UC.any():
+            return results
+        call, self._calls = self._calls, self._calls + 1
+        check: float | None = None
+        with undisturbed(access.outer):
+            reason = self._reason(access, unique)
+            if reason is None:
+                reason = self._try_fast(access, results, Progress(callback))
+                if reason is None and self.check_every and call % self.check_every == 0:
+                    check, reason = self._self_check(access, results, call)
+                    results = results if reason is None else Results(pairs, unique, **wanted)
+            if reason is not None:
+                self._use_plain(access, reason)
+                self._plain(access, results, Progress(callback))
+        self.info = ScoreInfo(
+            path="prefix" if reason is None else "plain",
+            reason=reason,
+            check=check,
+            dtype=str(access.dtype).removeprefix("torch."),
+            token_budget=self._work(access, unique).max_tokens,
+        )
+        return results
+
+    def _try_fast(self, access: ModelAccess, results: Results, progress: Progress) -> str | None:
+        """Fill `results` by the fast path; the reason where that failed, None where it did not."""
+        while True:
+            try:
+                self._fast(access, results, progress)
+            except (ScoringError, KeyboardInterrupt):
+                raise
+            except UnsupportedModelError as error:
+                return str(error)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    # Whatever a model does not take (a tree mask, explicit positions), it says in its own words.
+                    return f"its forward failed on the fast path ({type(error).__name__}: {_first_line(error)})"
+                message = _first_line(error)
+            else:
+                return None
+            # Out here the traceback is gone, and with it the tensors that its frames held.
+            self._halve(access, results, message)
+
+    def _fast(self, access: ModelAccess, results: Results, progress: Progress) -> None:
+        work = self._work(access, results.unique)
+        groups = plan_groups(results.unique, work, results.done_C)
+        progress.plan(sum(group_tokens(results.unique, group)[0] for group in groups))
+        with HeadTap(access, self.temperature) as tap:
+            engine = PrefixEngine(access, tap, max_tokens=work.max_tokens, on_tokens=progress.add)
+            for group in groups:
+                contexts = [results.unique.contexts[c] for c in group.context_G]
+                entropy = results.entropy_wanted(group.trace_G, group.context_G)
+                for scores in engine.run(contexts, group, entropy, tokens=results.wants_tokens):
+                    results.add_batch(group, scores)
+
+    def _halve(self, access: ModelAccess, results: Results, message: str) -> None:
+        before = self._work(access, results.unique).max_tokens
+        if before <= MIN_TOKENS:
+            raise ScoringError(
+                f"out of memory on {access.device} even at {before} tokens a forward pass ({message}). Free memory on "
+                "the device, score shorter contexts, or score on another device."
+            )
+        self._shrink *= 2
+        release_memory(access.device)
+        after = self._work(access, results.unique).max_tokens
+        logger.info("out of memory at %d tokens a forward pass; going on with %d.", before, after)
+
+    def _plain(self, access: ModelAccess, results: Results, progress: Progress) -> None:
+        unique = results.unique
+        while True:
+            cells = results.open_cells()
+            progress.plan(sum(unique.traces[u].size + unique.contexts[c].size for u, c in cells))
+            settings = PlainSettings(
+                temperature=self.temperature,
+                max_tokens=2 * self._work(access, unique).max_tokens,
+                entropies=results.entropies,
+            )
+
+            def store(cell: Cell, logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
+                results.add_cell(cell, logp_T, entropy_T)
+                progress.add(unique.traces[cell[0]].size + unique.contexts[cell[1]].size)
+
+            try:
+                plain_logp(access, unique.contexts, unique.traces, cells, settings, store)
+                return
+            except RuntimeError as error:
+                if isinstance(error, ScoringError) or not is_out_of_memory(error):
+                    raise
+                message = _first_line(error)
+            self._halve(access, results, message)
+
+    def _self_check(self, access: ModelAccess, results: Results, call: int) -> tuple[float, str | None]:
+        """Largest difference from the plain path, nats per token, and what is wrong where it is too large."""
+        unique = results.unique
+        cells = [(int(u), int(c)) for u, c in np.argwhere(unique.wanted_UC)]
+        longest = max(cells, key=lambda cell: unique.traces[cell[0]].size + unique.contexts[cell[1]].size)
+        drawn = np.random.default_rng(call).choice(len(cells), size=min(RANDOM_CHECKS, len(cells)), replace=False)
+        chosen = sorted({longest, *(cells[i] for i in drawn)})
+        settings = PlainSettings(temperature=self.temperature, max_tokens=self._work(access, unique).max_tokens)
+        per_token, per_trace = TOLERANCE.get(_working_dtype(access), TOLERANCE[torch.float32])
+        worst, reason = 0.0, None
+
+        def compare(cell: Cell, logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
+            nonlocal worst, reason
+            fast, plain, length = float(results.sum_UC[cell]), float(logp_T.sum()), logp_T.size
+            difference = 0.0 if np.array_equal(fast, plain, equal_nan=True) else abs(fast - plain)
+            worst = max(worst, difference / length)
+            if not difference <= per_token * length + per_trace:
+                reason = (
+                    f"its fast scores differ from the plain ones by {difference / length:.2g} nats a token in the "
+                    "self-check"
+                )
+
+        plain_logp(access, unique.contexts, unique.traces, chosen, settings, compare)
+        return worst, reason
+
+    def _use_plain(self, access: ModelAccess, reason: str) -> None:
+        if self._plain_reason is None:
+            self._plain_reason = reason
+            logger.warning(
+                "%s is scored by the plain path, because %s. The numbers are exact; every pair is forwarded in full, "
+                "which is slower.",
+                type(access.inner).__name__,
+                reason,
+            )
+
+
+def _working_dtype(access: ModelAccess) -> torch.dtype:
+    """The precision that a forward pass runs in: autocast's, where that is on."""
+    kind = access.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return access.dtype
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,142 @@
+"""How much fits into one forward pass, and what to do when it did not.
+
+The formula, per forward pass of `tokens` tokens over `keys` keys (see docs/performance.md):
+
+    keys and values     2 * layers * kv_width * itemsize                      per context token held
+    activations         (8 * hidden + 3 * intermediate) * itemsize            per token
+    attention           (4 * heads * head_width * itemsize) * keys            per context row (prefix | new, repeated)
+    logits              chunked to a fixed size, see `head`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from collapsediag.scoring.access import ModelAccess
+from collapsediag.scoring.plan import WorkModel
+
+MIN_TOKENS = 16
+CPU_TOKENS = (512, 2048)
+CPU_ACTIVATIONS = 1 << 20  # elements of one hidden-width activation that stay quick to reach
+CPU_CONTEXT_BYTES = 512 << 20
+CUDA_TOKENS = (512, 16384)
+CUDA_SHARE = 0.5  # of the free memory: the rest is fragmentation, workspaces, and what the formula leaves out
+# Fixed cost of a layer's kernel launches, in FLOPs that could have run meanwhile.
+CPU_LAUNCH = 6e6
+CUDA_LAUNCH = 3e10
+# Attention under a mask reaches less of the peak than a matrix product.
+ATTENTION_PENALTY = 1.5
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on any device.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), is_out_of_memory(ValueError())
+    (True, False)
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in message or "can't allocate memory" in message or "not enough memory" in message
+    )
+
+
+def release_memory(device: torch.device) -> None:
+    """Give cached blocks back, so that the next, smaller attempt is not stopped by fragments."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model that cost estimates need; rough where the config does not say."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    head_width: int
+    kv_width: int
+    vocabulary: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, access: ModelAccess) -> Shape:
+        """Read from the config, under the names that transformers' models use."""
+        get = access.setting
+        hidden = int(get("hidden_size", get("n_embd", get("d_model", 256))))
+        layers = int(get("num_hidden_layers", get("n_layer", get("n_layers", 4))))
+        heads = int(get("num_attention_heads", get("n_head", get("n_heads", 4))))
+        width = int(get("head_dim", max(1, hidden // heads)))
+        kv_heads = get("num_key_value_heads", heads)
+        intermediate = get("intermediate_size", get("ffn_dim", get("n_inner", 4 * hidden)))
+        if isinstance(intermediate, (list, tuple)):  # one for each layer
+            intermediate = max(intermediate)
+        active = int(get("num_experts_per_tok", 1))
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            intermediate=int(get("moe_intermediate_size", intermediate)) * active,
+            heads=heads,
+            head_width=width,
+            kv_width=int(kv_heads) * width,
+            vocabulary=access.vocabulary or 32000,
+            itemsize=access.dtype.itemsize,
+        )
+
+    @property
+    def linear_flops(self) -> float:
+        """Of one token through all layers and the head, attention left out."""
+        layer = 2 * self.hidden * (self.heads * self.head_width + self.kv_width) + 3 * self.hidden * self.intermediate
+        return 2.0 * (self.layers * layer + self.hidden * self.vocabulary)
+
+    @property
+    def flops_per_key(self) -> float:
+        """Of one (token, key) pair through all layers."""
+        return 4.0 * self.layers * self.heads * self.head_width
+
+    @property
+    def context_bytes(self) -> int:
+        """Keys and values of one context token."""
+        return 2 * self.layers * self.kv_width * self.itemsize
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one token, at the widest point of a layer."""
+        return (8 * self.hidden + 3 * self.intermediate) * self.itemsize
+
+    @property
+    def attention_bytes(self) -> int:
+        """Of one key of one context row in the layer that is running."""
+        return 4 * self.heads * self.head_width * self.itemsize
+
+
+def work_model(access: ModelAccess, longest_context: int, token_budget: int | None, shrink: int = 1) -> WorkModel:
+    """Tokens of a forward pass and of held contexts for this model here, divided by `shrink`."""
+    shape, device = Shape.of(access), access.device
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        usable = int(free * CUDA_SHARE)
+        per_token = shape.activation_bytes + 2 * (longest_context + CUDA_TOKENS[0])  # and its row of the mask
+        tokens = max(CUDA_TOKENS[0], min(CUDA_TOKENS[1], usable // 2 // per_token))
+        context_tokens = usable // 2 // (shape.context_bytes + shape.attention_bytes)
+        launch = CUDA_LAUNCH
+    else:
+        tokens = max(CPU_TOKENS[0], min(CPU_TOKENS[1], CPU_ACTIVATIONS // shape.hidden))
+        context_tokens = CPU_CONTEXT_BYTES // shape.context_bytes
+        launch = CPU_LAUNCH
+    return WorkModel(
+        linear=shape.linear_flops,
+        per_key=shape.flops_per_key * ATTENTION_PENALTY,
+        per_forward=launch * shape.layers,
+        max_tokens=max(MIN_TOKENS, (token_budget or _power_of_two(tokens)) // shrink),
+        max_context_tokens=max(1, context_tokens // shrink),
+    )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (int(n).bit_length() - 1)

@@ -1,0 +1,272 @@
+"""Sequences that share prefixes, cut into steps a model can run: integers only.
+
+A *step* is one forward pass's worth of trace tokens: the nodes of a trie in depth-first order, each seeing the nodes
+above it. A step continues the keys and values of its parent step (-1: of the context itself), so that a prefix shared
+by many traces runs once, and no step is longer than the token budget.
+
+Legend: U unique sequences in lexicographic order; T nodes of a step; R nodes whose logits are needed; M (node, next
+token) pairs; K (trace, position) entries, each of which reads one pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+# A shared stretch gets a step of its own only where it is long enough to fill a forward pass somewhat, and where that
+# saves tokens: below these, running it again in the next chunk is cheaper than one more, nearly empty, forward pass.
+MIN_SHARED_TOKENS = 16
+MIN_SAVED_TOKENS = 64
+
+
+def common_length(a: IntArray, b: IntArray) -> int:
+    """Number of leading tokens that two sequences share.
+
+    >>> common_length(np.array([1, 2, 3]), np.array([1, 2, 9, 9]))
+    2
+    """
+    n = min(a.size, b.size)
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n
+
+
+def unique_sequences(sequences: Sequence[IntArray]) -> tuple[list[IntArray], IntArray]:
+    """The distinct sequences in lexicographic order, and the number of each input among them.
+
+    >>> found, number = unique_sequences([np.array([2, 1]), np.array([1]), np.array([2, 1])])
+    >>> [s.tolist() for s in found], number.tolist()
+    ([[1], [2, 1]], [1, 0, 1])
+    """
+    # Big-endian bytes of non-negative integers sort as the integers do, a prefix before what it begins.
+    keys = [np.asarray(s).astype(">i8").tobytes() for s in sequences]
+    order = {key: number for number, key in enumerate(sorted(set(keys)))}
+    number_of = np.array([order[key] for key in keys], dtype=np.int64)
+    unique: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(order)
+    for sequence, number in zip(sequences, number_of.tolist(), strict=True):
+        unique[number] = np.asarray(sequence, dtype=np.int64)
+    return unique, number_of
+
+
+def adjacent_common(sequences: Sequence[IntArray]) -> IntArray:
+    """[U] common length of each sequence with the one before it; 0 for the first."""
+    common = [0, *(common_length(a, b) for a, b in pairwise(sequences))]
+    return np.array(common[: len(sequences)], dtype=np.int64)
+
+
+def trie_size(sequences: Sequence[IntArray]) -> int:
+    """Nodes of the trie of these sequences: tokens that must run when every shared prefix runs once.
+
+    >>> trie_size([np.array([1, 2, 3]), np.array([1, 2, 4]), np.array([1, 2, 3])])
+    4
+    """
+    unique, _ = unique_sequences(sequences)
+    return int(sum(s.size for s in unique) - adjacent_common(unique).sum())
+
+
+class SortedTrie:
+    """Sequences in lexicographic order with the questions that packing asks of their trie."""
+
+    def __init__(self, sequences: Sequence[IntArray]):
+        self.sequences = list(sequences)
+        self.size_U = np.array([s.size for s in self.sequences], dtype=np.int64)
+        self.common_U = adjacent_common(self.sequences)
+
+    def nodes(self, low: int, high: int, depth: int) -> int:
+        """Nodes deeper than `depth` in the trie of sequences low..high-1, which share their first `depth` tokens."""
+        known = np.maximum(self.common_U[low:high], depth)
+        known[0] = depth
+        return int((self.size_U[low:high] - known).sum())
+
+    def common(self, low: int, high: int) -> int:
+        """Common length of sequences low..high-1."""
+        shortest = int(self.size_U[low:high].min())
+        return min(shortest, int(self.common_U[low + 1 : high].min())) if high - low > 1 else shortest
+
+    def children(self, low: int, high: int, depth: int) -> Iterator[tuple[int, int]]:
+        """Ranges of sequences that part at `depth`, the common length of low..high-1."""
+        cuts = [low, *(low + 1 + np.flatnonzero(self.common_U[low + 1 : high] <= depth)).tolist(), high]
+        yield from pairwise(cuts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """One forward pass over trace tokens, for any context.
+
+    token_T: the tokens, in depth-first order of their trie.
+    depth_T: how many trace tokens precede each; its position is the context's length plus this.
+    end_T: node q sees node k exactly if k <= q < end_T[k].
+    parent: the step whose keys and values this one continues, -1 for the context.
+    keep: later steps continue this one, so its keys and values are kept.
+    row_R: nodes whose next-token distribution is read.
+    pair_row_M, pair_target_M: index into row_R, and the token looked up there; sorted by row.
+    entry_pair_K, entry_trace_K, entry_time_K: which pair holds the log-prob of which token of which trace.
+    """
+
+    token_T: IntArray
+    depth_T: IntArray
+    end_T: IntArray
+    parent: int
+    keep: bool
+    row_R: IntArray
+    pair_row_M: IntArray
+    pair_target_M: IntArray
+    entry_pair_K: IntArray
+    entry_trace_K: IntArray
+    entry_time_K: IntArray
+
+    @property
+    def n_tokens(self) -> int:
+        """T, the tokens of this forward pass for one context."""
+        return int(self.token_T.size)
+
+
+def _subtree_end(depth_T: list[int]) -> IntArray:
+    """[T] first later node that is not below each node, from the depths in depth-first order."""
+    end = [len(depth_T)] * len(depth_T)
+    open_: list[int] = []
+    for node, depth in enumerate(depth_T):
+        while open_ and depth_T[open_[-1]] >= depth:
+            end[open_.pop()] = node
+        open_.append(node)
+    return np.array(end, dtype=np.int64)
+
+
+class _Builder:
+    """Collects trie nodes and the entries that read them until a step is full."""
+
+    def __init__(self, parent: int, depth: int):
+        self.parent, self.depth = parent, depth
+        self.token: list[int] = []
+        self.node_depth: list[int] = []
+        self.path: list[int] = []
+        self.last: IntArray | None = None
+        self.node: list[IntArray] = []
+        self.target: list[IntArray] = []
+        self.trace: list[IntArray] = []
+        self.time: list[IntArray] = []
+
+    def new_nodes(self, inputs: IntArray) -> int:
+        """How many nodes this trace would add."""
+        return int(inputs.size) - self._shared(inputs)
+
+    def _shared(self, inputs: IntArray) -> int:
+        return self.depth if self.last is None else max(self.depth, common_length(self.last, inputs))
+
+    def add(self, number: int, trace: IntArray, stop: int | None = None) -> None:
+        """Add the nodes of `trace` from this builder's depth up to input position `stop`, and its entries."""
+        inputs = trace[: trace.size - 1 if stop is None else stop]
+        shared = self._shared(inputs)
+        first = len(self.token)
+        self.path = self.path[: shared - self.depth] + list(range(first, first + inputs.size - shared))
+        self.token += inputs[shared:].tolist()
+        self.node_depth += range(shared, inputs.size)
+        self.last = inputs
+        time = np.arange(self.depth + 1, inputs.size + 1)
+        self.node.append(np.array(self.path, dtype=np.int64))
+        self.target.append(trace[time])
+        self.trace.append(np.full(time.size, number))
+        self.time.append(time)
+
+    def step(self, *, keep: bool) -> Step:
+        node, target = np.concatenate(self.node), np.concatenate(self.target)
+        # One pair per distinct (node, next token): traces that share both read the same number.
+        pairs, entry_pair = np.unique(np.stack([node, target]), axis=1, return_inverse=True)
+        rows, pair_row = np.unique(pairs[0], return_inverse=True)
+        return Step(
+            token_T=np.array(self.token, dtype=np.int64),
+            depth_T=np.array(self.node_depth, dtype=np.int64),
+            end_T=_subtree_end(self.node_depth),
+            parent=self.parent,
+            keep=keep,
+            row_R=rows,
+            pair_row_M=pair_row.reshape(-1),
+            pair_target_M=pairs[1],
+            entry_pair_K=entry_pair.reshape(-1),
+            entry_trace_K=np.concatenate(self.trace),
+            entry_time_K=np.concatenate(self.time),
+        )
+
+
+def _sort_out(
+    trie: SortedTrie, low: int, high: int, depth: int, budget: int
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Split low..high-1 into traces to pack below `depth`, and ranges (low, high, to_depth) worth a step of their own.
+
+    A range whose nodes fit one step is packed. A larger one whose shared stretch, run again in each of its chunks,
+    would cost more than a pass of its own becomes a step that the rest continues.
+    """
+    loose: list[int] = []
+    shared: list[tuple[int, ...]] = []
+    ranges = [(low, high)]
+    while ranges:
+        a, b = ranges.pop()
+        nodes, common = trie.nodes(a, b, depth), trie.common(a, b)
+        edge = common - depth
+        chunks = -(-nodes // budget)
+        if nodes <= budget:
+            loose += range(a, b)
+        elif nodes == edge:  # one chain longer than a step: all but its last piece goes ahead
+            shared.append((a, b, depth + budget * (chunks - 1)))
+        elif edge >= MIN_SHARED_TOKENS and edge * (chunks - 1) >= MIN_SAVED_TOKENS:
+            shared.append((a, b, common))
+        else:
+            ranges += reversed(list(trie.children(a, b, common)))
+    return loose, shared
+
+
+def pack_traces(traces: Sequence[IntArray], budget: int) -> list[Step]:
+    """Steps of at most `budget` tokens that cover every trace. `traces`: distinct, non-empty, in lexicographic order.
+
+    The first token of a trace is predicted by the context's last position and the last token predicts nothing, so the
+    nodes are the trie of `trace[:-1]`; traces of one token need no node. Parents come before their children, and a
+    step's last child comes as early as depth-first order allows, so that few kept keys and values are alive at once.
+
+    >>> steps = pack_traces([np.array([5, 6, 7]), np.array([5, 6, 8, 9]), np.array([5, 7, 1])], budget=8)
+    >>> steps[0].token_T.tolist(), steps[0].depth_T.tolist(), steps[0].end_T.tolist()
+    ([5, 6, 8, 7], [0, 1, 2, 1], [4, 3, 3, 4])
+    """
+    if budget < 1:
+        raise ValueError(f"the token budget is {budget}; at least 1 is needed.")
+    trie = SortedTrie([t[:-1] for t in traces])
+    steps: list[Step] = []
+    waiting = [(0, len(traces), 0, 0, -1)]
+    while waiting:
+        low, high, depth, stop, parent = waiting.pop()
+        while depth < stop:  # run the shared stretch, in pieces of the budget
+            piece = min(stop, depth + budget)
+            builder = _Builder(parent, depth)
+            for number in range(low, high):
+                builder.add(number, traces[number], piece)
+            parent, depth = len(steps), piece
+            steps.append(builder.step(keep=True))
+        if low == high:
+            continue
+        loose, shared = _sort_out(trie, low, high, depth, budget)
+        builder = _Builder(parent, depth)
+        for number in loose:
+            inputs = trie.sequences[number]
+            if inputs.size <= depth:
+                continue
+            if builder.token and len(builder.token) + builder.new_nodes(inputs) > budget:
+                steps.append(builder.step(keep=False))
+                builder = _Builder(parent, depth)
+            builder.add(number, traces[number])
+        if builder.token:
+            steps.append(builder.step(keep=False))
+        waiting += [(a, b, depth, to, parent) for a, b, to in reversed(shared)]
+    return steps
+
+
+def last_uses(parents: Sequence[int]) -> dict[int, int]:
+    """For each step that others continue: the number of the last one that does; after it, its memory is free.
+
+    >>> last_uses([-1, 0, 0, -1])
+    {-1: 3, 0: 2}
+    """
+    return {parent: number for number, parent in enumerate(parents)}

@@ -1,0 +1,130 @@
+"""The plain way: `[X | Z]` forwarded in full, no cache, no trick. The oracle of the fast path, and its fallback.
+
+Sorted by length, each distinct pair once, only the positions of Z brought to logits where the model can slice them.
+
+Legend: B pairs of a batch; T tokens of a row; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collapsediag.errors import ScoringError
+from collapsediag.scoring.access import ModelAccess
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+Cell = tuple[int, int]  # (trace, context), numbers among the distinct ones
+
+
+@dataclass(frozen=True)
+class PlainSettings:
+    """temperature: logits are divided by it. max_tokens: of a padded batch. entropies: computed too."""
+
+    temperature: float = 1.0
+    max_tokens: int = 2048
+    entropies: bool = False
+
+
+def batches(
+    cells: Sequence[Cell], length_of: Callable[[Cell], int], max_tokens: int, *, equal: bool
+) -> list[list[Cell]]:
+    """Cells sorted by length, the longest first, cut so that a padded batch has at most `max_tokens` tokens.
+
+    equal: only cells of equal length share a batch, for models in which padding changes the numbers.
+    """
+    found: list[list[Cell]] = []
+    for cell in sorted(cells, key=lambda c: (-length_of(c), c[1], c[0])):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (len(last) + 1) * length_of(last[0]) <= max_tokens
+            and not (equal and length_of(cell) != length_of(last[0]))
+        ):
+            last.append(cell)
+        else:
+            found.append([cell])
+    return found
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits of whatever a forward returned: an output object, a tuple, or the tensor itself."""
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, (tuple, list)):
+        logits = logits[0]
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+        raise ScoringError(
+            f"the model's forward returned {type(output).__name__} without logits [batch, tokens, vocabulary]; scoring "
+            "needs a causal language model with its head."
+        )
+    return logits
+
+
+def forward_batch(
+    access: ModelAccess, rows: Sequence[tuple[IntArray, IntArray]], settings: PlainSettings
+) -> list[tuple[FloatArray, FloatArray | None]]:
+    """Per-token log-probs (and entropies) of the traces of one batch of (context, trace) rows."""
+    sequences = [np.concatenate(row) for row in rows]
+    longest = max(s.size for s in sequences)
+    ids = np.zeros((len(rows), longest), dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, : sequence.size], mask[row, : sequence.size] = sequence, 1
+    first = min(context.size for context, _ in rows) - 1  # the first position whose logits are read
+    arguments: dict[str, Any] = {"input_ids": torch.from_numpy(ids).to(access.device)}
+    if access.config is not None:
+        arguments["use_cache"] = False
+    # Without padding the mask says nothing, and some models run another kernel with it.
+    if int(mask.min()) == 0 and ("attention_mask" in access.parameters or access.config is not None):
+        arguments["attention_mask"] = torch.from_numpy(mask).to(access.device)
+    if "logits_to_keep" in access.parameters:
+        arguments["logits_to_keep"] = longest - first
+    logits = logits_of(access.call(**arguments))
+    skipped = longest - logits.shape[1]
+    found = []
+    for row, (context, trace) in enumerate(rows):
+        start = context.size - 1 - skipped
+        found.append(_read(logits[row, start : start + trace.size], trace, settings))
+    return found
+
+
+def _read(logits_TV: torch.Tensor, trace: IntArray, settings: PlainSettings) -> tuple[FloatArray, FloatArray | None]:
+    if logits_TV.dtype != torch.float64:
+        logits_TV = logits_TV.float()
+    logp_TV = (logits_TV / settings.temperature).log_softmax(-1)
+    target = torch.from_numpy(trace).to(logits_TV.device)
+    logp = logp_TV.gather(-1, target[:, None])[:, 0].double().cpu().numpy()
+    entropy = None
+    if settings.entropies:
+        entropy = torch.special.entr(logp_TV.exp()).sum(-1).double().cpu().numpy()
+    return logp, entropy
+
+
+def plain_logp(
+    access: ModelAccess,
+    contexts: Sequence[IntArray],
+    traces: Sequence[IntArray],
+    cells: Sequence[Cell],
+    settings: PlainSettings,
+    on_cell: Callable[[Cell, FloatArray, FloatArray | None], None],
+) -> None:
+    """Score `cells` and hand each to `on_cell(cell, logp_T, entropy_T)`, in batches, the longest first."""
+    rope_limit = access.length_dependent_rope
+
+    def length_of(cell: Cell) -> int:
+        return int(traces[cell[0]].size + contexts[cell[1]].size)
+
+    equal = rope_limit is not None and any(length_of(cell) > rope_limit for cell in cells)
+    todo = batches(cells, length_of, settings.max_tokens, equal=equal)
+    if equal:  # such frequencies grow with the longest sequence seen so far
+        todo.reverse()
+    for batch in todo:
+        rows = [(contexts[c], traces[u]) for u, c in batch]
+        for cell, (logp, entropy) in zip(batch, forward_batch(access, rows, settings), strict=True):
+            on_cell(cell, logp, entropy)

@@ -1,0 +1,258 @@
+"""The fast path: each context runs once, then the packed traces of all contexts continue it.
+
+Everything goes through the model's outer forward, so that the hooks of FSDP, ZeRO and PEFT fire.
+
+Legend: B contexts of a batch; T tokens of a step; R rows read; M pairs; K prefix keys; G traces of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from collapsediag.scoring.access import ModelAccess
+from collapsediag.scoring.cache import KeysValues, Prefix, grown_of, prefix_cache, stack
+from collapsediag.scoring.head import HeadJob, HeadResult, HeadTap, UnsupportedModelError
+from collapsediag.scoring.masks import KNOWN_KINDS, AttentionKinds, step_masks, tree_mask
+from collapsediag.scoring.packing import Step, last_uses
+from collapsediag.scoring.plan import ContextBatch, Group
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+NO_PAIRS = HeadJob(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+def unsupported_reason(access: ModelAccess, longest: int) -> str | None:
+    """Why this model cannot take the fast path, as far as can be told without running it; None if it may."""
+    if access.config is None:
+        return "it is not a transformers model"
+    if "position_ids" not in access.parameters:
+        return "its forward takes no position_ids"
+    if not access.parameters & {"cache", "past_key_values"}:
+        return "its forward takes no key-value cache"
+    kinds = set(access.setting("layer_types", ()))
+    if not kinds <= KNOWN_KINDS:
+        return f"it has layers of type {', '.join(sorted(kinds - KNOWN_KINDS))}"
+    if access.setting("alibi", False) or access.setting("model_type") in ("bloom", "mpt"):
+        return "its attention biases (ALiBi) take no tree mask"
+    if getattr(access.inner, "_is_stateful", False):
+        return "it keeps a recurrent state"
+    rope_limit = access.length_dependent_rope
+    if rope_limit is not None and longest > rope_limit:
+        return f"its rotary frequencies change beyond {rope_limit} tokens and the longest pair has {longest}"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class BatchScores:
+    """Results of one batch.
+
+    context_B: numbers of the contexts within the group.
+    logp_BG: summed log-probs. tokens: per-token values by context row, where asked for.
+    """
+
+    context_B: tuple[int, ...]
+    logp_BG: FloatArray
+    tokens: list[tuple[FloatArray, FloatArray | None]] | None = None
+
+
+class PrefixEngine:
+    """Runs the plan of one group of cells on a model whose head is tapped.
+
+    on_tokens: called with the number of tokens after each forward pass.
+    max_tokens: tokens of one forward pass.
+    """
+
+    def __init__(self, access: ModelAccess, tap: HeadTap, *, max_tokens: int, on_tokens: Callable[[int], None]):
+        self.access, self.tap, self.max_tokens, self.on_tokens = access, tap, max_tokens, on_tokens
+        self.kinds = AttentionKinds.of(access)
+        self.cache_name = "cache" if "cache" in access.parameters else "past_key_values"
+        self.device = access.device
+        self.checked = False
+
+    def run(
+        self, contexts: Sequence[IntArray], group: Group, entropy_GC: BoolArray | None = None, *, tokens: bool = False
+    ) -> Iterator[BatchScores]:
+        """Score all traces of `group` under all its contexts, a batch of contexts at a time.
+
+        contexts: those of the group. entropy_GC: cells whose entropies are wanted. tokens: give per-token values too.
+        """
+        traces = _Entries(group)
+        kept_bases: dict[int, Prefix] = {-1: Prefix.empty(self.device)}
+        for number, batch in enumerate(group.batches):
+            for base in sorted(set(batch.bases)):
+                self._ensure_base(group, base, kept_bases)
+            prefix, first = self._prefill(contexts, group, batch, kept_bases, entropy_GC)
+            needed = {-1, *(a for b in group.batches[number + 1 :] for base in b.bases for a in _line(group, base))}
+            for base in [b for b in kept_bases if b not in needed]:
+                del kept_bases[base]
+            results = [first, *self._steps(group, batch, prefix, entropy_GC)]
+            del prefix
+            yield traces.collect(batch, results, tokens=tokens)
+
+    def _ensure_base(self, group: Group, number: int, kept: dict[int, Prefix]) -> None:
+        if number in kept:
+            return
+        base = group.bases[number]
+        self._ensure_base(group, base.parent, kept)
+        kept[number], _ = self._chain(kept[base.parent], base.tokens[None, :], NO_PAIRS)
+
+    def _prefill(
+        self,
+        contexts: Sequence[IntArray],
+        group: Group,
+        batch: ContextBatch,
+        bases: dict[int, Prefix],
+        entropy_GC: BoolArray | None,
+    ) -> tuple[Prefix, HeadResult]:
+        """Keys and values of the batch's contexts, and the log-probs of the traces' first tokens."""
+        parts, results = [], []
+        for rows in batch.prefills:
+            base = bases[batch.bases[rows[0]]]
+            chosen = [batch.contexts[row] for row in rows]
+            start = int(base.length_B[0])
+            size_B = np.array([contexts[c].size - start for c in chosen])
+            ids = np.zeros((len(rows), int(size_B.max())), dtype=np.int64)
+            for row, c in enumerate(chosen):
+                ids[row, : size_B[row]] = contexts[c][start:]
+            wanted = None if entropy_GC is None else np.asarray(entropy_GC[:, chosen].any(axis=0))[:, None]
+            job = HeadJob(size_B[:, None] - 1, np.zeros(group.first_F.size, dtype=np.int64), group.first_F, wanted)
+            part, result = self._chain(base, ids, job)
+            length = torch.from_numpy(size_B).to(self.device) + start
+            parts.append(Prefix(part.keys_values, length, None, part.position_BK))
+            results.append(result)
+        entropy = None if entropy_GC is None else torch.cat([r.entropy_BR for r in results if r.entropy_BR is not None])
+        return stack(parts), HeadResult(torch.cat([r.logp_BM for r in results]), entropy)
+
+    def _chain(self, prefix: Prefix, ids_BT: IntArray, job: HeadJob) -> tuple[Prefix, HeadResult]:
+        """Run tokens that follow each other, in equal pieces where they are too many; the job is for the last piece."""
+        tokens = ids_BT.shape[1]
+        pieces = max(1, -(-ids_BT.size // self.max_tokens)) if ids_BT.shape[0] == 1 else 1
+        cuts = np.linspace(0, tokens, pieces + 1).round().astype(int).tolist()
+        result: HeadResult | None = None
+        for start, stop in pairwise(cuts):
+            piece = torch.from_numpy(np.ascontiguousarray(ids_BT[:, start:stop])).to(self.device)
+            position = prefix.length_B[:, None] + torch.arange(stop - start, device=self.device)
+            position = position.expand(ids_BT.shape[0], -1)
+            own = None
+            if prefix.keys_values is not None:
+                own = torch.ones(stop - start, stop - start, dtype=torch.bool, device=self.device).tril_()
+            piece_job = NO_PAIRS
+            if stop == tokens:
+                piece_job = HeadJob(job.row_BR - start, job.pair_row_M, job.pair_target_M, job.entropy_BR)
+            result, grown = self._forward(piece, position, own, prefix, piece_job, keep=True)
+            assert grown is not None
+            prefix = prefix.continued(grown, position)
+        assert result is not None
+        return prefix, result
+
+    def _steps(
+        self, group: Group, batch: ContextBatch, prefix: Prefix, entropy_GC: BoolArray | None
+    ) -> Iterator[HeadResult]:
+        kept = {-1: prefix}
+        uses = last_uses([step.parent for step in group.steps])
+        for number, step in enumerate(group.steps):
+            position = prefix.length_B[:, None] + torch.from_numpy(step.depth_T).to(self.device)
+            ids = torch.from_numpy(step.token_T).to(self.device)[None, :].expand(len(batch.contexts), -1)
+            own = tree_mask(step.end_T).to(self.device)
+            wanted = None if entropy_GC is None else _entropy_rows(step, entropy_GC[:, list(batch.contexts)])
+            job = HeadJob(step.row_R, step.pair_row_M, step.pair_target_M, wanted)
+            parent = kept[step.parent]
+            result, grown = self._forward(ids, position, own, parent, job, keep=step.keep)
+            if grown is not None:
+                kept[number] = parent.continued(grown, position)
+            if uses[step.parent] == number and step.parent >= 0:
+                del kept[step.parent]
+            yield result
+
+    def _forward(
+        self,
+        ids_BT: torch.Tensor,
+        position_BT: torch.Tensor,
+        own_TT: torch.Tensor | None,
+        prefix: Prefix,
+        job: HeadJob,
+        *,
+        keep: bool,
+    ) -> tuple[HeadResult, KeysValues | None]:
+        """One forward pass; `own_TT` None: plain causal attention with nothing before it."""
+        mask = None
+        if own_TT is not None:
+            dtype = self.access.dtype if prefix.keys_values is None else prefix.keys_values[0][0].dtype
+            mask = step_masks(self.kinds, own_TT, position_BT, prefix.valid_BK, prefix.position_BK, dtype)
+        cache = prefix_cache(prefix.keys_values, keep=keep)
+        self.tap.job = job
+        output = self.access.call(
+            input_ids=ids_BT,
+            position_ids=position_BT,
+            attention_mask=mask,
+            use_cache=True,
+            **{self.cache_name: cache},
+        )
+        result = self.tap.take(getattr(output, "logits", None), check=not self.checked)
+        self.checked = True
+        self.on_tokens(ids_BT.numel())
+        grown = None
+        if keep:
+            grown = grown_of(cache, prefix.n_keys + ids_BT.shape[1])
+            if grown is None:
+                raise UnsupportedModelError("its cache does not hold keys and values of all tokens")
+        return result, grown
+
+
+def _line(group: Group, base: int) -> Iterator[int]:
+    """A base and all that it continues."""
+    while base >= 0:
+        yield base
+        base = group.bases[base].parent
+
+
+def _entropy_rows(step: Step, wanted_GB: BoolArray) -> BoolArray:
+    """[B, R] rows that a trace passes whose entropy under that context is wanted."""
+    row_K = step.pair_row_M[step.entry_pair_K]
+    rows = np.zeros((wanted_GB.shape[1], step.row_R.size), dtype=np.bool_)
+    for b in range(wanted_GB.shape[1]):
+        rows[b, row_K[wanted_GB[step.entry_trace_K, b]]] = True
+    return rows
+
+
+class _Entries:
+    """Where each token of each trace of a group reads its log-prob: from which pair of which step."""
+
+    def __init__(self, group: Group):
+        self.n_traces = group.trace_G.size
+        nothing = np.zeros(self.n_traces, dtype=np.int64)
+        trace, time, pair, row = [np.arange(self.n_traces)], [nothing], [group.first_of_G], [nothing]
+        pairs, rows = group.first_F.size, 1
+        for step in group.steps:
+            trace.append(step.entry_trace_K)
+            time.append(step.entry_time_K)
+            pair.append(pairs + step.entry_pair_K)
+            row.append(rows + step.pair_row_M[step.entry_pair_K])
+            pairs, rows = pairs + step.pair_row_M.size, rows + step.row_R.size
+        self.trace, self.pair, self.row = np.concatenate(trace), np.concatenate(pair), np.concatenate(row)
+        # Tokens of all traces, one trace after the other.
+        self.order = np.lexsort((np.concatenate(time), self.trace))
+
+    def collect(self, batch: ContextBatch, results: list[HeadResult], *, tokens: bool) -> BatchScores:
+        """Sums over each trace's tokens, in float64, and the tokens themselves where asked for."""
+        logp_BM: FloatArray = torch.cat([r.logp_BM for r in results], dim=1).double().cpu().numpy()
+        sums: FloatArray = np.zeros((len(logp_BM), self.n_traces))
+        for b, logp_M in enumerate(logp_BM):
+            sums[b] = np.bincount(self.trace, logp_M[self.pair], minlength=self.n_traces)
+        if not tokens:
+            return BatchScores(batch.contexts, sums)
+        found = [r.entropy_BR for r in results if r.entropy_BR is not None]
+        entropy_BR: FloatArray | None = torch.cat(found, dim=1).double().cpu().numpy() if found else None
+        values = []
+        for b, logp_M in enumerate(logp_BM):
+            entropy = None if entropy_BR is None else entropy_BR[b][self.row][self.order]
+            values.append((logp_M[self.pair][self.order], entropy))
+        return BatchScores(batch.contexts, sums, values)

@@ -1,0 +1,153 @@
+"""Where scores are collected until a matrix is complete.
+
+Legend: N traces and P contexts as asked for; U and C the distinct ones; T tokens of a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collapsediag.matrix import LogLikelihoodMatrix
+from collapsediag.pairs import ScoringPairs
+from collapsediag.scoring.cells import matrix_of
+from collapsediag.scoring.plan import Group, Unique
+from collapsediag.scoring.prefix import BatchScores
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenScores:
+    """A matrix and the tokens behind it.
+
+    own_logp: for each of the N traces, [T] log-prob of each token under its own context, nats.
+    own_entropy: for each trace, [T] exact entropy of the policy before each token, under its own context, nats; None
+        where not asked for.
+    logp: for each trace, [P, T] log-prob of each token under every context; None where not asked for.
+    """
+
+    matrix: LogLikelihoodMatrix
+    own_logp: tuple[FloatArray, ...]
+    own_entropy: tuple[FloatArray, ...] | None = None
+    logp: tuple[FloatArray, ...] | None = None
+
+
+class Progress:
+    """Counts tokens and tells a callback, never going back."""
+
+    def __init__(self, callback: Callable[[int, int], None] | None):
+        self.callback, self.done, self.total = callback, 0, 0
+
+    def plan(self, remaining: int) -> None:
+        """So many tokens are still to come."""
+        self.total = self.done + int(remaining)
+
+    def add(self, tokens: int) -> None:
+        """So many tokens ran."""
+        self.done = min(self.done + int(tokens), self.total)
+        if self.callback is not None:
+            self.callback(self.done, self.total)
+
+
+class Results:
+    """Sums of all wanted cells, and tokens where they are wanted."""
+
+    def __init__(
+        self,
+        pairs: ScoringPairs,
+        unique: Unique,
+        *,
+        own_tokens: bool = False,
+        entropies: bool = False,
+        every_context: bool = False,
+    ):
+        self.pairs, self.unique = pairs, unique
+        self.entropies, self.every_context = entropies, every_context
+        self.wants_tokens = own_tokens or entropies or every_context
+        shape = unique.wanted_UC.shape
+        self.sum_UC = np.full(shape, np.nan)
+        self.done_UC = np.zeros(shape, dtype=np.bool_)
+        self._logp: dict[tuple[int, int], FloatArray] = {}
+        self._entropy: dict[tuple[int, int], FloatArray] = {}
+        self._own = np.zeros(shape, dtype=np.bool_)
+        filled = np.flatnonzero(unique.trace_of_N >= 0)
+        if filled.size:
+            self._own[unique.trace_of_N[filled], unique.context_of_P[np.asarray(pairs.own_N)[filled]]] = True
+
+    @property
+    def done_C(self) -> BoolArray:
+        """Contexts whose wanted cells are all there."""
+        return np.asarray((self.done_UC | ~self.unique.wanted_UC).all(axis=0))
+
+    def open_cells(self) -> list[tuple[int, int]]:
+        """Wanted cells that are not there yet."""
+        return [(int(u), int(c)) for u, c in np.argwhere(self.unique.wanted_UC & ~self.done_UC)]
+
+    def entropy_wanted(self, trace_G: IntArray, context_G: IntArray) -> BoolArray | None:
+        """[G, C] cells of a group whose entropies are wanted; None where none are."""
+        return self._own[np.ix_(trace_G, context_G)] if self.entropies else None
+
+    def add_batch(self, group: Group, scores: BatchScores) -> None:
+        """Take over one batch of the fast path."""
+        columns = group.context_G[list(scores.context_B)]
+        self.sum_UC[np.ix_(group.trace_G, columns)] = scores.logp_BG.T
+        if scores.tokens is not None:
+            cuts = np.cumsum([self.unique.traces[u].size for u in group.trace_G])[:-1]
+            for column, (logp, entropy) in zip(columns.tolist(), scores.tokens, strict=True):
+                entropies = [None] * group.trace_G.size if entropy is None else np.split(entropy, cuts)
+                parts = zip(group.trace_G.tolist(), np.split(logp, cuts), entropies, strict=True)
+                for trace, logp_T, entropy_T in parts:
+                    self._keep((trace, column), logp_T, entropy_T)
+        self.done_UC[np.ix_(group.trace_G, columns)] = True
+
+    def add_cell(self, cell: tuple[int, int], logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
+        """Take over one cell of the plain path."""
+        self.sum_UC[cell] = logp_T.sum()
+        if self.wants_tokens:
+            self._keep(cell, logp_T, entropy_T)
+        self.done_UC[cell] = True
+
+    def _keep(self, cell: tuple[int, int], logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
+        if self.every_context or self._own[cell]:
+            self._logp[cell] = logp_T.copy()
+        if self.entropies and self._own[cell] and entropy_T is not None:
+            self._entropy[cell] = entropy_T.copy()
+
+    def logp_NP(self) -> FloatArray:
+        """[N, P] sums; 0 for empty traces."""
+        full = np.zeros((self.pairs.n_traces, self.pairs.n_contexts))
+        filled = self.unique.trace_of_N >= 0
+        full[filled] = self.sum_UC[np.ix_(self.unique.trace_of_N[filled], self.unique.context_of_P)]
+        return full
+
+    def matrix(self) -> LogLikelihoodMatrix:
+        """The matrix of the pairs."""
+        return matrix_of(self.pairs, self.logp_NP())
+
+    def token_scores(self) -> TokenScores:
+        """The matrix with its tokens."""
+        empty = np.zeros(0)
+        own = np.asarray(self.pairs.own_N).tolist()
+        rows = list(enumerate(self.unique.trace_of_N.tolist()))
+        column = self.unique.context_of_P.tolist()
+
+        def of(values: dict[tuple[int, int], FloatArray]) -> tuple[FloatArray, ...]:
+            return tuple(values[u, column[own[n]]] if u >= 0 else empty for n, u in rows)
+
+        logp = None
+        if self.every_context:
+            logp = tuple(
+                np.stack([self._logp[u, c] for c in column]) if u >= 0 else np.zeros((len(column), 0)) for _, u in rows
+            )
+        return TokenScores(
+            matrix=self.matrix(),
+            own_logp=of(self._logp),
+            own_entropy=of(self._entropy) if self.entropies else None,
+            logp=logp,
+        )
