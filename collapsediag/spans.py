@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -77,8 +77,7 @@ class _Tag(Protocol):
     def pair(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class _TextTag:
+class _TextTag(NamedTuple):
     opens: bool
     pair: int
     start: int

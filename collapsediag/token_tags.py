@@ -30,7 +30,7 @@ LARGEST_TOKEN_ID = 1 << 24
 # Runs of ids remembered before starting over: bounds the memory of a finder that lives as long as a training run.
 REMEMBERED_RUNS = 200_000
 
-_KNOWN, _STARTS, _BLANK, _BOUNDARY = 1, 2, 4, 8
+_KNOWN, _STARTS, _BLANK, _BOUNDARY, _UNSEEN = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,14 @@ class TokenTag(NamedTuple):
 
 
 class _Hit(NamedTuple):
-    at: int  # character of the first token at which the tag begins
+    """A tag that begins `at` this character of a token and takes this many `tokens`; `length` of the first in chars."""
+
+    at: int
     tag: int
     tokens: int
+    head: str
     tail: str
+    length: int
 
 
 def plain_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
@@ -172,23 +176,19 @@ class TokenTagSearch:
             for hit in self._hits(window):
                 if found and start <= found[-1].stop - 1:
                     room = len(found[-1].tail) if start == found[-1].stop - 1 else 0
-                    if len(self.piece(window[0])) - hit.at > room:
+                    if hit.length - hit.at > room:
                         continue
-                found.append(
-                    TokenTag(
-                        opens=hit.tag % 2 == 0,
-                        pair=hit.tag // 2,
-                        start=start,
-                        stop=start + hit.tokens,
-                        head=self.piece(window[0])[: hit.at],
-                        tail=hit.tail,
-                    )
-                )
+                opens, pair, stop = hit.tag % 2 == 0, hit.tag // 2, start + hit.tokens
+                found.append(TokenTag(opens, pair, start, stop, hit.head, hit.tail))
         return found
 
     def is_blank(self, ids: IntArray) -> bool:
         """Nothing but white space in these tokens; true for none."""
-        return bool((self._flags(ids) & _BLANK).all())
+        flags = self._flags(ids)
+        if not (flags & _BLANK).all():
+            return False
+        # Tokens that show nothing alone may be parts of a character (some decoders drop those): look at them together.
+        return not (flags & _UNSEEN).any() or not self._decode(ids.tolist()).strip()
 
     def after_last_boundary(self, ids: IntArray, block: int = 1024) -> int:
         """Position after the last token that ends a turn or marks its parts, 0 if there is none. Reads from the end."""
@@ -220,7 +220,7 @@ class TokenTagSearch:
         if any(self._match(piece, at) is not None for at in self._starts(piece)):
             flags |= _STARTS
         if not piece.strip():
-            flags |= _BLANK
+            flags |= _BLANK if piece else _BLANK | _UNSEEN
         # A special token that is itself a tag, or a part of one (`<|channel|>analysis`), separates nothing.
         if token in self._boundary and not any(piece and (piece in tag or tag in piece) for tag in self._texts):
             flags |= _BOUNDARY
@@ -267,7 +267,11 @@ class TokenTagSearch:
         for at in self._starts(first):
             match = self._match(text, at)
             if match is not None and match >= 0:
-                hits.append(_Hit(at, match, len(run), text[at + len(self._texts[match]) :]))
+                # A token that shows nothing begins the tag only if the tag needs it.
+                if not first and self._decode(list(run[1:])).startswith(self._texts[match]):
+                    continue
+                tail = text[at + len(self._texts[match]) :]
+                hits.append(_Hit(at, match, len(run), first[:at], tail, len(first)))
             may_grow = may_grow or match == -1
         if len(self._runs) >= REMEMBERED_RUNS:
             self._runs.clear()
