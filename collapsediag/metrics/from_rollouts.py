@@ -258,7 +258,7 @@ class _Reader:
         name = "distinct_tool_sequences_per_group"
         sequences = [self.table.tools_N[row] for row in rows.tolist()]
         if not any(sequences):
-            return {}, {name: "no rollout calls a tool"}
+            return {}, {name: _NO_TEXT if all(s is None for s in sequences) else "no rollout calls a tool"}
         mean = diversity.mean_of_known(diversity.distinct_per_group(sequences, group_N))
         return ({} if mean is None else {name: mean}), {}
 
@@ -297,7 +297,7 @@ class _Reader:
 
     def _of_batch(self, rows: IntArray, group_N: IntArray) -> tuple[Values, Reasons]:
         """The families that read rollouts themselves."""
-        batch = self.table.batch
+        batch = self.table.text_batch
         part = batch if rows.size == len(batch) else batch.select(rows.tolist())
         tools = tool_metrics(part, seed=self.seed)
         return tools, ({} if tools else {"tools": _NO_TEXT})

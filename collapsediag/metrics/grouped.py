@@ -46,7 +46,7 @@ def group_count(group_N: IntArray) -> IntArray:
 
 def group_mean(values_N: FloatArray, group_N: IntArray, n_groups: int) -> FloatArray:
     """[G] mean of each group, NaN for a group without a row."""
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore"):
         sums = np.bincount(group_N, weights=values_N, minlength=n_groups)
         return np.asarray(sums / np.bincount(group_N, minlength=n_groups), dtype=np.float64)
 
@@ -57,7 +57,7 @@ def group_variance(values_N: FloatArray, group_N: IntArray, n_groups: int) -> Fl
     Deviations are taken from the group's own first value, so that equal values give exactly 0 however large they are.
     """
     count = np.bincount(group_N, minlength=n_groups)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore"):
         shifted = values_N - group_first(values_N, group_N, n_groups)[group_N]
         deviation = shifted - group_mean(shifted, group_N, n_groups)[group_N]
         squares = np.bincount(group_N, weights=deviation**2, minlength=n_groups)

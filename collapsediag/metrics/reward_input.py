@@ -15,13 +15,16 @@ import numpy as np
 from collapsediag.errors import MetricError
 from collapsediag.metrics.grouped import FloatArray, IntArray
 
+# Squares of larger numbers, summed over a batch, leave float64. Infinities are larger too.
+LARGEST_REWARD = 1e150
+
 
 def checked_rewards(rewards: Sequence[Any], where: Callable[[int], str]) -> FloatArray:
     """[N] rewards as float64, NaN where the trainer could not score the rollout (None or NaN).
 
     where: names row i in an error message.
-    Raises MetricError for what is no reward: an infinity, a string, a boolean (that is a success label), a dict of
-    components, a vector.
+    Raises MetricError for what is no reward: an infinity, a number beyond 1e150, a string, a boolean (that is a
+    success label), a dict of components, a vector.
     """
     return np.array([_reward(value, i, where) for i, value in enumerate(rewards)], dtype=np.float64)
 
@@ -33,10 +36,10 @@ def _reward(value: Any, row: int, where: Callable[[int], str]) -> float:
         return math.nan
     else:
         number = _unusual_reward(value, row, where)
-    if math.isinf(number):
+    if abs(number) > LARGEST_REWARD:
         raise MetricError(
-            f"the reward of {where(row)} is {number}: an infinite reward has no mean or variance. Pass None for a "
-            "rollout that could not be scored; it is left out and counted."
+            f"the reward of {where(row)} is {number}: its variance is not finite. Pass None for a rollout that could "
+            "not be scored; it is left out and counted."
         )
     return number
 

@@ -66,12 +66,11 @@ def grouped_reward_metrics(
     group = np.unique(group, return_inverse=True)[1].reshape(-1)
     success = None if success_N is None else success_N[scored]
     _, counts = np.unique(reward, return_counts=True)
-    with np.errstate(over="ignore", invalid="ignore"):
-        values |= {
-            "reward/mean": float(reward.mean()),
-            "reward/std": float(reward.std()),
-            "reward/modal_share": float(counts.max() / reward.size),
-        }
+    values |= {
+        "reward/mean": float(reward.mean()),
+        "reward/std": float(reward.std()),
+        "reward/modal_share": float(counts.max() / reward.size),
+    }
     return values | _spread(reward, group, success, rho)
 
 
@@ -81,9 +80,10 @@ def _spread(reward: FloatArray, group: IntArray, success: FloatArray | None, rho
     variance = group_variance(reward, group, n_groups)
     plural = ~np.isnan(variance)
     n = int(plural.sum())
-    values = {"reward/n_single_groups": float(n_groups - n)}
-    with np.errstate(over="ignore", invalid="ignore"):
-        values["reward/between_group_std"] = float(group_mean(reward, group, n_groups).std())
+    values = {
+        "reward/n_single_groups": float(n_groups - n),
+        "reward/between_group_std": float(group_mean(reward, group, n_groups).std()),
+    }
     if n == 0:
         return values
     spread = variance[plural]
@@ -134,7 +134,7 @@ def variance_spread(variance_P: FloatArray) -> float:
     mean = float(np.mean(variance_P)) if np.size(variance_P) else 0.0
     if not mean > 0.0:
         raise MetricError("no prompt has any reward variance: its spread over prompts is not defined.")
-    # Scaled first: variances of rewards near the limits of float64 would overflow when squared again.
+    # Scaled first: variances of very large rewards would overflow when squared again.
     return float(np.std(np.asarray(variance_P) / mean))
 
 
@@ -152,9 +152,8 @@ def component_metrics(components: Mapping[str, FloatArray]) -> dict[str, float]:
         known = column[~np.isnan(column)]
         values[f"reward/{name}/n_unscored"] = float(column.size - known.size)
         if known.size:
-            with np.errstate(over="ignore", invalid="ignore"):
-                values[f"reward/{name}/mean"] = float(known.mean())
-                values[f"reward/{name}/std"] = float(known.std())
+            values[f"reward/{name}/mean"] = float(known.mean())
+            values[f"reward/{name}/std"] = float(known.std())
     return values
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -191,9 +191,21 @@ class RolloutTable:
         return normal or None
 
     @cached_property
+    def text_batch(self) -> RolloutBatch:
+        """The batch, with decoded outputs where the source has ids only and there is a tokenizer."""
+        if all(text is turn.output for text, turn in zip(self.output_T, self.turns, strict=True)):
+            return self.batch
+        outputs = iter(self.output_T)
+        rollouts = [
+            replace(rollout, turns=tuple(replace(turn, output=next(outputs)) for turn in rollout.turns))
+            for rollout in self.batch
+        ]
+        return replace(self.batch, rollouts=tuple(rollouts))
+
+    @cached_property
     def tools_N(self) -> list[Hashable | None]:
         """[N] the sequence of (tool, arguments) of each rollout, None where its outputs cannot be read."""
-        return [self._calls(rollout) for rollout in self.batch]
+        return [self._calls(rollout) for rollout in self.text_batch]
 
     @staticmethod
     def _calls(rollout: Rollout) -> Hashable | None:

@@ -79,9 +79,16 @@ def snr_filter_preview(
     )
 
 
+def _descending(score_P: FloatArray) -> IntArray:
+    """Order of descending score, of equal ones by number. Equal up to rounding is equal: the variances of one success
+    in eight and of seven in eight are the same number, and differ in the last bit of a float."""
+    mantissa, exponent = np.frexp(score_P)
+    return np.argsort(-np.ldexp(np.round(mantissa * 2.0**40), exponent - 40), kind="stable")
+
+
 def keep_by_mass(variance_P: FloatArray, rho: float) -> IntArray:
     """Indices of the fewest prompts whose share of `sum(variance_P)` is at least rho, ascending."""
-    order = np.argsort(-variance_P, kind="stable")
+    order = _descending(variance_P)
     total = float(variance_P.sum())
     if total <= 0.0:
         return np.empty(0, dtype=np.int64)
@@ -95,7 +102,7 @@ def keep_by_std(std_P: FloatArray, rho: float, selection_eps: float = RAGEN_SELE
     candidates = np.flatnonzero(std_P > RAGEN_ZERO_STD)
     if rho >= 1.0 or candidates.size == 0:
         return candidates
-    order = candidates[np.argsort(-std_P[candidates], kind="stable")]
+    order = candidates[_descending(std_P[candidates])]
     threshold = rho * float(std_P[candidates].sum()) - selection_eps
     before = np.concatenate([[0.0], np.cumsum(std_P[order])[:-1]])
     return np.sort(order[before < threshold])
