@@ -118,8 +118,9 @@ def bootstrap_interval(
     """Percentile interval of bootstrap samples, widened for few groups.
 
     A plain percentile interval is too narrow by the factor sqrt((G-1)/G) and by the normal quantile standing in for
-    Student's; with 8 prompts it covers 90% where it says 95%. The percentiles taken here are
-    `Phi(-/+ sqrt(G/(G-1)) * t_{G-1})`, which tend to the plain ones as G grows.
+    Student's: of means over 8 groups it covers 89% where it says 95%. The percentiles taken here are
+    `Phi(-/+ sqrt(G/(G-1)) * t_{G-1})`, which tend to the plain ones as G grows; they cover 95% from 8 groups on, and
+    91% of 5 and 87% of 4, where no resample reaches far enough (simulated, normal groups).
     One group says nothing about the spread between groups: (nan, nan).
     Source: Hesterberg (2015), What Teachers Should Know About the Bootstrap, "expanded percentile interval".
 
