@@ -9,6 +9,7 @@ from collapsediag.metrics import entropy_fit as entropy_fit
 from collapsediag.metrics import format as format
 from collapsediag.metrics import from_matrix as from_matrix
 from collapsediag.metrics import from_rollouts as from_rollouts
+from collapsediag.metrics import gradient as gradient
 from collapsediag.metrics import information as information
 from collapsediag.metrics import length as length
 from collapsediag.metrics import pass_at_k as pass_at_k

@@ -183,7 +183,7 @@ _WANG = "Wang et al., arXiv 2506.01939"
 def _info(name: str, title: str, description: str, source: str, needs: str, **fields: Any) -> MetricInfo:
     given = {"unit": "nats/token", "bad": "down", "bounds": (0.0, None), **fields}
     return MetricInfo(
-        name=name, title=title, description=description, source=source, needs=needs, family="Token entropy", **given
+        name=name, title=title, description=description, source=source, needs=needs, family="entropy", **given
     )
 
 

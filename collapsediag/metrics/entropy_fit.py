@@ -188,7 +188,7 @@ register(
             bad="none",
             description=description,
             source=_SOURCE,
-            family="Reward against entropy",
+            family="entropy fit",
             bounds=bounds,
             needs=_NEEDS,
         )

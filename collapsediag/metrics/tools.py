@@ -135,7 +135,7 @@ register(
         bounds=(0.0, 1.0),
         description="Share of observed rollouts with at least one tool call, malformed attempts included.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs=_TEXT,
     ),
     MetricInfo(
@@ -146,7 +146,7 @@ register(
         bounds=(0.0, None),
         description="Tool calls, malformed attempts included, divided by observed rollouts.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs=_TEXT,
     ),
     MetricInfo(
@@ -157,7 +157,7 @@ register(
         bounds=(0.0, 1.0),
         description="Calls that did not parse under their own syntax, divided by all calls.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs=_TEXT,
     ),
     MetricInfo(
@@ -168,7 +168,7 @@ register(
         bounds=(0.0, 1.0),
         description="Well-formed calls that returned an error, divided by well-formed calls whose outcome is known.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs="tool results, or error flags from the source",
     ),
     MetricInfo(
@@ -180,7 +180,7 @@ register(
         description="Well-formed calls that repeat an earlier one of their rollout (same tool, same arguments), "
         "divided by all well-formed calls.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs=_TEXT,
     ),
     MetricInfo(
@@ -193,7 +193,7 @@ register(
         "name, or 3 words in a row) that occurred nowhere before the result, divided by the results that hold such a "
         "span and are followed by words of the policy.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs="tool results and the outputs after them, as text",
     ),
     MetricInfo(
@@ -203,7 +203,7 @@ register(
         bad="down",
         description="Mean finite reward of observed rollouts with at least one call.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs=f"rewards, and {_TEXT}",
     ),
     MetricInfo(
@@ -213,7 +213,7 @@ register(
         bad="none",
         description="Mean finite reward of observed rollouts without any call.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs=f"rewards, and {_TEXT}",
     ),
     MetricInfo(
@@ -224,7 +224,7 @@ register(
         bounds=(0.0, None),
         description="Rollouts whose every turn has its output as text, or its calls from the source.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs=_TEXT,
     ),
     MetricInfo(
@@ -235,7 +235,7 @@ register(
         bounds=(0.0, None),
         description="Tool calls of the step, malformed attempts included.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs=_TEXT,
     ),
     MetricInfo(
@@ -247,7 +247,7 @@ register(
         description="Tool results behind result_use_rate: those that hold a specific span and are followed by words of "
         "the policy.",
         source=_OWN,
-        family="Tool use",
+        family="tools",
         needs="tool results and the outputs after them, as text",
     ),
 )
