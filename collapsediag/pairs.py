@@ -16,7 +16,6 @@ Legend: N traces (rows of the coming matrix), P distinct contexts (its columns),
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +29,16 @@ from collapsediag.pair_selection import fitting_lengths, select_rows
 from collapsediag.reasoning_mode import ReasoningChoice, choose_reasoning_mode
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.spans import SpanFinder
-from collapsediag.turn_cuts import NAMESPACES, Cut, DropReason, PairSettings, usable_cuts
+from collapsediag.turn_cuts import (
+    NAMESPACES,
+    Cut,
+    DropReason,
+    PairSettings,
+    context_numbers,
+    context_of,
+    trace_of,
+    usable_cuts,
+)
 
 __all__ = ["NAMESPACES", "DropReason", "PairSettings", "ScoringPairs", "build_pairs", "resolve_reasoning"]
 
@@ -136,8 +144,9 @@ def build_pairs(
     namespace: which turns, see the module.
     seed: all draws come from (seed, batch.step, namespace): the same call gives the same pairs.
 
-    Rows are in the order of the batch, columns in the order of the rows. Equal contexts are one column. Nothing usable
-    is no error: the result then has no rows, and `shortfall` says why.
+    Rows and columns are in the order of the batch. Equal contexts are one column. Nothing usable is no error: the
+    result then has no rows, and `shortfall` says why. Raises PairError where tags must be found and there is no
+    tokenizer to find them with.
 
     >>> batch = RolloutBatch.from_lists(step=1, prompts=[[1, 2], [1, 3]], completions=[[4, 5], [6]])
     >>> pairs = build_pairs(batch, reasoning="completion")
@@ -173,6 +182,11 @@ def _changed(settings: PairSettings, changes: Mapping[str, Any]) -> PairSettings
 
 
 def _finder(tokenizer: Any, settings: PairSettings, batch: RolloutBatch) -> SpanFinder | None:
+    if isinstance(tokenizer, SpanFinder) and tokenizer.tags != settings.reasoning_tags:
+        raise SettingsError(
+            f"the SpanFinder looks for {tokenizer.tags.pairs} but the settings say tags={settings.tags}; build both "
+            "with the same tags."
+        )
     if tokenizer is None or isinstance(tokenizer, SpanFinder):
         return tokenizer
     return SpanFinder(tokenizer, settings.reasoning_tags, batch.eos_token_ids)
@@ -187,29 +201,8 @@ def _one_turn_each(
     for cut in cuts:
         of_rollout.setdefault(cut.rollout, []).append(cut)
     drawn = [turns[int(draw[r] * len(turns))] for r, turns in of_rollout.items()]
-    if len(cuts) > len(drawn):
-        dropped[DropReason.NOT_DRAWN] += len(cuts) - len(drawn)
+    dropped[DropReason.NOT_DRAWN] += len(cuts) - len(drawn)
     return drawn
-
-
-def _context_parts(batch: RolloutBatch, cut: Cut) -> tuple[IntArray, IntArray]:
-    turn = batch.rollouts[cut.rollout].turns[cut.turn]
-    assert turn.context_ids is not None
-    assert turn.output_ids is not None
-    return turn.context_ids, turn.output_ids[: cut.start]
-
-
-def _columns(batch: RolloutBatch, cuts: list[Cut]) -> IntArray:
-    """[M] number of each cut's context: equal token ids, equal number, in the order of first appearance."""
-    number_of: dict[bytes, int] = {}
-    numbers = []
-    for cut in cuts:
-        # A digest and not the bytes themselves: multi-turn contexts are long, and almost all distinct.
-        digest = hashlib.blake2b(digest_size=16)
-        for part in _context_parts(batch, cut):
-            digest.update(np.ascontiguousarray(part).data)
-        numbers.append(number_of.setdefault(digest.digest(), len(number_of)))
-    return np.asarray(numbers, dtype=np.int64)
 
 
 def _assemble(
@@ -222,7 +215,7 @@ def _assemble(
     notes: list[str],
 ) -> ScoringPairs:
     cuts = _within_total(batch, cuts, settings.max_total_tokens, dropped)
-    column_M = _columns(batch, cuts)
+    column_M = context_numbers(batch, cuts)
     group_M = _numbered(batch.rollouts[cut.rollout].group for cut in cuts)
     selection = select_rows(
         # Uniform over (trajectory, turn) means that a limit must not even out the groups.
@@ -233,23 +226,18 @@ def _assemble(
         max_cells=settings.max_pairs,
         rng=rng,
     )
-    if len(cuts) > selection.rows.size:
-        dropped[DropReason.SUBSAMPLED] += len(cuts) - selection.rows.size
+    dropped[DropReason.SUBSAMPLED] += len(cuts) - selection.rows.size
     rows = [cuts[i] for i in selection.rows.tolist()]
-    first_with = {column: i for i, column in reversed(list(enumerate(column_M.tolist())))}
-    contexts = []
-    for column in selection.columns.tolist():
-        context, opening = _context_parts(batch, cuts[first_with[column]])
-        contexts.append(_frozen(np.concatenate([context, opening]) if opening.size else context))
     own_N = np.searchsorted(selection.columns, column_M[selection.rows])
     group_N = _numbered(group_M[selection.rows].tolist())
-    sharing = np.unique(np.stack([own_N, group_N]), axis=1)[0]
+    if namespace == "first_turn":
+        notes = [*notes, *_split_groups(column_M, group_M)]
     return ScoringPairs(
-        contexts=tuple(contexts),
-        traces=tuple(_trace(batch, cut) for cut in rows),
+        contexts=_contexts(batch, cuts, column_M, selection.columns),
+        traces=tuple(trace_of(batch, cut) for cut in rows),
         own_N=own_N,
         group_N=group_N,
-        multiplicity_P=np.maximum(1, np.bincount(sharing, minlength=len(contexts))),
+        multiplicity_P=_multiplicity(own_N, group_N, selection.columns.size),
         rollout_N=np.asarray([cut.rollout for cut in rows], dtype=np.int64),
         turn_N=np.asarray([cut.turn for cut in rows], dtype=np.int64),
         dropped={reason: dropped[reason] for reason in DropReason if dropped[reason]},
@@ -259,13 +247,34 @@ def _assemble(
     )
 
 
+def _contexts(batch: RolloutBatch, cuts: list[Cut], column_M: IntArray, columns: IntArray) -> tuple[IntArray, ...]:
+    _, first = np.unique(column_M, return_index=True)  # column numbers are 0, 1, ..., so first[c] is where c appears
+    return tuple(context_of(batch, cuts[i]) for i in first[columns].tolist())
+
+
+def _multiplicity(own_N: IntArray, group_N: IntArray, n_contexts: int) -> IntArray:
+    """[P] distinct groups with a trace under each column; 1 for a column that only serves as an alternative."""
+    sharing = np.unique(np.stack([own_N, group_N]), axis=1)[0]
+    return np.maximum(1, np.bincount(sharing, minlength=n_contexts))
+
+
+def _split_groups(column_M: IntArray, group_M: IntArray) -> list[str]:
+    """A note where rollouts of one group have several contexts: each is a column, and near-equal ones compete."""
+    of_group = np.unique(np.stack([group_M, column_M]), axis=1)[0]
+    counts = np.bincount(of_group)
+    n_split = int((counts > 1).sum())
+    if not n_split:
+        return []
+    return [f"{n_split} of {counts.size} groups have more than one distinct context, up to {int(counts.max())}"]
+
+
 def _within_total(batch: RolloutBatch, cuts: list[Cut], limit: int | None, dropped: Counter[DropReason]) -> list[Cut]:
     """Leave out contexts or traces until every crossed pair fits into the model."""
     if limit is None or not cuts:
         return cuts
     context_M = np.asarray([cut.context_tokens for cut in cuts])
     trace_M = np.asarray([cut.stop - cut.start for cut in cuts])
-    longest_context, longest_trace = fitting_lengths(context_M, trace_M, _columns(batch, cuts), limit)
+    longest_context, longest_trace = fitting_lengths(context_M, trace_M, context_numbers(batch, cuts), limit)
     kept = []
     for cut in cuts:
         if cut.context_tokens > longest_context:
@@ -281,15 +290,3 @@ def _numbered(values: Iterable[Any]) -> IntArray:
     """Numbers 0, 1, ... of hashable values in the order of first appearance."""
     number_of: dict[Any, int] = {}
     return np.asarray([number_of.setdefault(value, len(number_of)) for value in values], dtype=np.int64)
-
-
-def _trace(batch: RolloutBatch, cut: Cut) -> IntArray:
-    output = batch.rollouts[cut.rollout].turns[cut.turn].output_ids
-    assert output is not None
-    return _frozen(output[cut.start : cut.stop])
-
-
-def _frozen(ids: IntArray) -> IntArray:
-    view: IntArray = ids.view()
-    view.flags.writeable = False
-    return view

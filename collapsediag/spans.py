@@ -205,6 +205,7 @@ class SpanFinder:
     """
 
     def __init__(self, tokenizer: Any, tags: ReasoningTags = DEFAULT_TAGS, boundary_ids: Iterable[int] = ()) -> None:
+        self.tags = tags
         self._search = TokenTagSearch(tokenizer, tags, boundary_ids)
 
     def find(self, output_ids: ArrayLike, context_ids: ArrayLike | None = None) -> ReasoningSpan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
@@ -147,3 +148,42 @@ def _before_trailing_eos(output_ids: IntArray, eos: tuple[int, ...]) -> int:
     """Where the output ends without its end-of-turn tokens. Everything else that was sampled belongs to it."""
     content = np.flatnonzero(~np.isin(output_ids, eos)) if eos else np.arange(output_ids.size)
     return int(content[-1]) + 1 if content.size else 0
+
+
+def _context_parts(batch: RolloutBatch, cut: Cut) -> tuple[IntArray, IntArray]:
+    turn = batch.rollouts[cut.rollout].turns[cut.turn]
+    assert turn.context_ids is not None
+    assert turn.output_ids is not None
+    return turn.context_ids, turn.output_ids[: cut.start]
+
+
+def context_of(batch: RolloutBatch, cut: Cut) -> IntArray:
+    """X, read-only; the turn's own context where that is all of it."""
+    context, opening = _context_parts(batch, cut)
+    return _frozen(np.concatenate([context, opening]) if opening.size else context)
+
+
+def trace_of(batch: RolloutBatch, cut: Cut) -> IntArray:
+    """Z, a read-only view."""
+    output = batch.rollouts[cut.rollout].turns[cut.turn].output_ids
+    assert output is not None
+    return _frozen(output[cut.start : cut.stop])
+
+
+def context_numbers(batch: RolloutBatch, cuts: list[Cut]) -> IntArray:
+    """[M] number of each cut's X: equal token ids, equal number; 0, 1, ... in the order of first appearance."""
+    number_of: dict[bytes, int] = {}
+    numbers = []
+    for cut in cuts:
+        # A digest and not the bytes themselves: multi-turn contexts are long, and almost all distinct.
+        digest = hashlib.blake2b(digest_size=16)
+        for part in _context_parts(batch, cut):
+            digest.update(np.ascontiguousarray(part).data)
+        numbers.append(number_of.setdefault(digest.digest(), len(number_of)))
+    return np.asarray(numbers, dtype=np.int64)
+
+
+def _frozen(ids: IntArray) -> IntArray:
+    view: IntArray = ids.view()
+    view.flags.writeable = False
+    return view
