@@ -121,6 +121,16 @@ def output_text(message: Message) -> str:
     return "".join(parts)
 
 
+def written_out(message: Mapping[str, Any]) -> Message:
+    """The message with its tool calls as part of its text, for a chat template that knows no tool calls."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = "\n".join(call_text(call) for call in message["tool_calls"])
+    content = message.get("content") or ""
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": f"{content}\n{calls}" if content else calls}
+
+
 def is_rebuilt(message: Message) -> bool:
     """Whether output_text had to add syntax that the file does not show."""
     return bool(message.get("reasoning_content") or message.get("tool_calls"))

@@ -35,13 +35,14 @@ def read_rollouts(
     reward_weights: Mapping[str, float] | None = None,
     check_groups: bool = True,
     plain_prompts: bool = False,
+    answer_prefix: str = "",
 ) -> Iterator[RolloutBatch]:
     """The batches of saved rollouts, steps ascending; one step is in memory at a time.
 
     paths: files, folders (read with their subfolders) or patterns; gzip is unpacked.
     source: a name of SOURCES; None: detected, and the reason is logged and kept in the batches' notes.
     tokenizer: a transformers tokenizer (or anything with its calls); gives token ids to turns that have none.
-    plain_prompts: with a tokenizer, take prompts as text and leave its chat template aside.
+    plain_prompts, answer_prefix: how the tokenizer is used, see tokenize_batch.
     The others: see ReadOptions.
 
     Raises SettingsError at once for settings that do not fit; ReaderError, naming file, line and key, for files that
@@ -61,11 +62,11 @@ def read_rollouts(
     )
     if source is not None and source not in SOURCES:
         raise SettingsError(f"source {source!r} is not known; known are {', '.join(sorted(SOURCES))}.")
-    return _read(paths, source, options, tokenizer, plain_prompts)
+    return _read(paths, source, options, tokenizer, {"plain_prompts": plain_prompts, "answer_prefix": answer_prefix})
 
 
 def _read(
-    paths: Paths, source: str | None, options: ReadOptions, tokenizer: Any, plain_prompts: bool
+    paths: Paths, source: str | None, options: ReadOptions, tokenizer: Any, how: Mapping[str, Any]
 ) -> Iterator[RolloutBatch]:
     notes: list[str] = []
     if source is None:
@@ -77,7 +78,7 @@ def _read(
     made = SOURCES[source](options, many_files=len(files) > 1)
     for batch in read_batches(files, made, options):
         batch = with_notes(batch, notes)
-        yield batch if tokenizer is None else tokenize_batch(batch, tokenizer, plain_prompts=plain_prompts)
+        yield batch if tokenizer is None else tokenize_batch(batch, tokenizer, **how)
 
 
 def with_notes(batch: RolloutBatch, notes: list[str]) -> RolloutBatch:

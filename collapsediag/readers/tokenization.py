@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapsediag.errors import ReaderError
+from collapsediag.readers._messages import written_out
 from collapsediag.readers._source import STRIPPED
 from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 
@@ -34,6 +35,13 @@ _DIFFERS = (
     "{n} contexts are scored as the dump's plain text: the chat template makes another text of its messages (is this "
     "the tokenizer of the run?)"
 )
+_CALLS_WRITTEN_OUT = (
+    "{n} contexts hold tool calls that the chat template does not know: they were written out in Hermes style"
+)
+_UNOPENED = (
+    "{n} outputs close a </think> that nothing opened: the run's chat template probably opened it in the prompt "
+    "(answer_prefix='<think>' adds it)"
+)
 _OUTPUTS = "{n} outputs were re-tokenised from text: their log-likelihoods are near, not equal to, the run's own"
 
 
@@ -43,6 +51,7 @@ def tokenize_batch(
     *,
     plain_prompts: bool = False,
     wrap_text: bool = False,
+    answer_prefix: str = "",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> RolloutBatch:
     """The batch with token ids on every turn; turns that have them keep theirs.
@@ -58,13 +67,14 @@ def tokenize_batch(
         `apply_chat_template`, `decode`, `chat_template` and `bos_token`.
     plain_prompts: take prompts as text and leave the chat template aside (a base model has none).
     wrap_text: make a user's chat message of a context that is text only, such as a bare question.
+    answer_prefix: text that the run's template put after the generation prompt and this one does not ("<think>\\n").
     template_kwargs: what the run passed to its chat template (enable_thinking=False, ...).
 
     Raises ReaderError where messages meet a tokenizer without chat template, or a template that refuses them.
     """
     if all(turn.has_ids for rollout in batch for turn in rollout.turns):
         return batch
-    encoder = _Encoder(tokenizer, plain_prompts, wrap_text, dict(template_kwargs or {}))
+    encoder = _Encoder(tokenizer, plain_prompts, wrap_text, answer_prefix, dict(template_kwargs or {}))
     rollouts = tuple(encoder.rollout(rollout) for rollout in batch)
     notes = tuple(note.replace("{n}", str(count)) for note, count in encoder.done.items())
     return replace(batch, rollouts=rollouts, approximate_ids=True, notes=(*batch.notes, *notes))
@@ -73,10 +83,11 @@ def tokenize_batch(
 class _Encoder:
     """Tokenises turn by turn; equal contexts are made once."""
 
-    def __init__(self, tokenizer: Any, plain: bool, wrap: bool, kwargs: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, plain: bool, wrap: bool, prefix: str, kwargs: dict[str, Any]) -> None:
         self.tokenizer = tokenizer
         self.plain = plain
         self.wrap = wrap
+        self.prefix = prefix
         self.kwargs = kwargs
         self.done: Counter[str] = Counter()
         self._cache: dict[tuple[str, str], tuple[Ids, str]] = {}
@@ -92,8 +103,16 @@ class _Encoder:
             if output is None:
                 output = self._encode(turn.output or "")
                 self.done[_OUTPUTS] += 1
+                self._look_for_unopened(context, turn.output or "")
             turns.append(replace(turn, context_ids=context, output_ids=output))
         return replace(rollout, turns=tuple(turns))
+
+    def _look_for_unopened(self, context: Ids | None, output: str) -> None:
+        before, closed, _ = output.partition("</think>")
+        if closed and "<think>" not in before:
+            end = "" if context is None else self.tokenizer.decode(context[-8:].tolist())
+            if "<think>" not in end:
+                self.done[_UNOPENED] += 1
 
     def _context(self, rollout: Rollout, turn: Turn, before: Turn | None) -> Ids | None:
         messages = turn.context_messages
@@ -127,7 +146,7 @@ class _Encoder:
             return self._templated(rollout, messages), _TEMPLATED
         if messages is None:
             return self._encode_context(text or ""), _NOT_PARSED
-        ids = self._templated(rollout, messages)
+        ids = self._templated(rollout, messages, prefix="")
         again = self.tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         # What the template did not make is the start that the run gave to the answer ("<think>\n").
         if (text or "").startswith(again):
@@ -151,7 +170,7 @@ class _Encoder:
             ids.pop()
         return np.asarray(ids, dtype=np.int64)
 
-    def _templated(self, rollout: Rollout, messages: Sequence[Mapping[str, Any]]) -> Ids:
+    def _templated(self, rollout: Rollout, messages: Sequence[Mapping[str, Any]], prefix: str | None = None) -> Ids:
         who = f"rollout {rollout.id or '(no id)'} of group {rollout.group!r}"
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ReaderError(
@@ -160,9 +179,13 @@ class _Encoder:
                 "run's, or take prompts as plain text: plain_prompts=True (--plain-prompts)."
             )
         goes_on = bool(messages) and messages[-1].get("role") == "assistant"
+        chat = [dict(message) for message in messages]
+        if any("tool_calls" in message for message in chat) and "tool_calls" not in str(self.tokenizer.chat_template):
+            chat = [written_out(message) for message in chat]
+            self.done[_CALLS_WRITTEN_OUT] += 1
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                chat,
                 tokenize=False,
                 add_generation_prompt=not goes_on,
                 **({"continue_final_message": True} if goes_on else {}),
@@ -175,4 +198,4 @@ class _Encoder:
                 f"{who}: the tokenizer's chat template refuses its messages (roles: {roles}): {error}. Use the run's "
                 "own template, or plain_prompts=True (--plain-prompts)."
             ) from error
-        return self._encode(text)
+        return self._encode(text if goes_on else text + (self.prefix if prefix is None else prefix))
