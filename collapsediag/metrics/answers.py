@@ -72,8 +72,9 @@ def last_number(text: str) -> str | None:
 def final_answer(text: str, how: Extractor = "auto") -> str | None:
     r"""The final answer of a completion, or None where it gives none.
 
-    how: "auto" takes the last `<answer>` (and a box inside it), else the last `\boxed{}`, else the last number;
-        "boxed", "tag" and "number" look for that one only; a callable is called with the text.
+    how: "auto" takes the last `<answer>` (and a box inside it), else the last `\boxed{}`, else the last number, behind
+        the reasoning: a number in a thought, or in reasoning that was cut off, is no answer. "boxed", "tag" and
+        "number" look for that one only, anywhere; a callable is called with the text.
     Raises SettingsError for another name, MetricError where a callable returns no text.
 
     >>> final_answer(r"<think>2, 3</think><answer>\boxed{5}</answer>"), final_answer("It is 7.")
@@ -92,12 +93,20 @@ def final_answer(text: str, how: Extractor = "auto") -> str | None:
         return last_number(text)
     if how != "auto":
         raise SettingsError(f"answer is {how!r}; it is 'auto', 'boxed', 'tag', 'number' or a callable.")
+    text = _behind_reasoning(text)
     tagged = tag_answer(text)
     if tagged is not None:
         inner = boxed_answer(tagged)
         return tagged if inner is None else inner
     boxed = boxed_answer(text)
     return last_number(text) if boxed is None else boxed
+
+
+def _behind_reasoning(text: str) -> str:
+    closing = text.rfind("</think>")
+    if closing < 0:
+        return "" if "<think>" in text else text
+    return text[closing + len("</think>") :]
 
 
 def normalize_answer(answer: str) -> str:
