@@ -173,6 +173,7 @@ def test_everything_that_is_missing_has_a_reason() -> None:
         "diversity/distinct_tool_sequences_per_group",
         "diversity/identical_completion_fraction_across_groups",
         "tools",
+        "entropy",
     }
     assert report.values["length/mean"] == 2.0
     assert report.values["diversity/distinct_2"] == 1.0
@@ -231,6 +232,24 @@ def test_ids_with_a_tokenizer_give_what_the_text_gives() -> None:
     compared = [name for name in by_text if name.startswith(families)]
     assert len(compared) > 15
     assert {name: by_ids[name] for name in compared} == {name: by_text[name] for name in compared}
+
+
+def test_entropy_reads_the_reasoning_where_ids_and_a_tokenizer_show_it() -> None:
+    output = ids("<think>ab</think>c", end=True)
+    logprobs = np.full(len(output), -1.0)
+    logprobs[7:9] = [-2.0, -4.0]
+    rows = batch(rollout(output_ids=output, logprobs=logprobs), rollout(output_ids=ids("xy"), logprobs=[-6.0, -8.0]))
+    plain, found = cd.rollout_metrics(rows), cd.rollout_metrics(rows, tokenizer=Letters())
+    assert plain["entropy/sampled_mean"] == pytest.approx((len(output) - 2 + 6 + 14) / (len(output) + 2))
+    assert found["entropy/sampled_mean"] == pytest.approx((6 + 14) / 4)
+    mine = cd.rollout_metrics(rows, entropy={"positions": lambda turn: turn.output_ids == ord("a")})
+    assert mine["entropy/sampled_mean"] == 2.0
+    environments = batch(
+        *[cd.Rollout(turns=r.turns, group=r.group, environment=e) for r, e in zip(rows, "xy", strict=True)]
+    )
+    assert cd.rollout_metrics(environments)["env/y/entropy/sampled_mean"] == 7.0
+    with pytest.raises(MetricError, match="log-probability"):
+        cd.rollout_metrics(batch(rollout("a", logprobs=[0.5])))
 
 
 def test_distinct_tool_sequences() -> None:

@@ -15,11 +15,12 @@ import numpy as np
 
 from collapsediag.metrics.answers import Extractor, final_answer, normalize_answer
 from collapsediag.metrics.format import strip_end_of_turn
-from collapsediag.metrics.grouped import FloatArray, IntArray, group_numbers
+from collapsediag.metrics.grouped import BoolArray, FloatArray, IntArray, group_numbers
 from collapsediag.metrics.length import truncated
 from collapsediag.metrics.reward_input import checked_rewards, checked_success, success_by_threshold
 from collapsediag.metrics.tool_parsers import split_output
 from collapsediag.rollouts import Rollout, RolloutBatch, Turn
+from collapsediag.spans import SpanFinder, SpanStatus
 from collapsediag.token_tags import plain_decoder
 
 # Enough of a context's end to see whether the chat template has opened a reasoning tag.
@@ -189,6 +190,21 @@ class RolloutTable:
             answer = final_answer(text, self.answer)
         normal = None if answer is None else normalize_answer(str(answer))
         return normal or None
+
+    def reasoning_mask(self, turn: Turn) -> BoolArray | None:
+        """[T] the reasoning tokens of a turn, None (all of them) where there are no tags or nothing to find them by."""
+        if self._finder is None or turn.output_ids is None:
+            return None
+        span = self._finder.find(turn.output_ids, turn.context_ids)
+        if span.status is SpanStatus.ABSENT:
+            return None
+        mask = np.zeros(turn.output_ids.size, dtype=np.bool_)
+        mask[span.start : span.stop] = span.status is not SpanStatus.EMPTY
+        return mask
+
+    @cached_property
+    def _finder(self) -> SpanFinder | None:
+        return None if self.tokenizer is None else SpanFinder(self.tokenizer, boundary_ids=self.batch.eos_token_ids)
 
     @cached_property
     def text_batch(self) -> RolloutBatch:
