@@ -8,7 +8,6 @@ Legend: N traces (rows), P contexts (columns), U distinct (trace, own context) u
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from typing import Any
 
@@ -18,7 +17,7 @@ from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.rollouts import RolloutBatch
-from collapsediag.scoring.cells import BoolArray, FloatArray, IntArray, distinct_traces, matrix_of
+from collapsediag.scoring.cells import BoolArray, FloatArray, IntArray, distinct_traces, matrix_of, tokens_digest
 from collapsediag.scoring.protocol import CellScorer
 
 logger = logging.getLogger("collapsediag")
@@ -127,7 +126,7 @@ class BudgetScorer:
             pairs.n_contexts,
             self.k,
             seed=self.seed,
-            step=_digest(pairs) if step is None else step,
+            step=int(tokens_digest(pairs)[:15], 16) if step is None else step,
             unit_N=trace_N,  # ranked within each own context, so the trace's number alone names the unit
         )
 
@@ -204,13 +203,3 @@ def trainer_own_logp(pairs: ScoringPairs, batch: RolloutBatch) -> FloatArray:
         if start >= 0 and stop <= len(whole) and np.array_equal(whole[:stop], np.concatenate([context, trace])):
             found_N[row] = float(turn.logprobs[start : start + len(trace)].sum())
     return found_N
-
-
-def _digest(pairs: ScoringPairs) -> int:
-    """A number that depends on the tokens of the pairs and on nothing else, the same in every process."""
-    state = hashlib.blake2b(digest_size=8)
-    for group in (pairs.contexts, pairs.traces, (np.asarray(pairs.own_N),)):
-        for ids in group:
-            values = np.asarray(ids, dtype="<i8")
-            state.update(len(values).to_bytes(8, "little") + values.tobytes())
-    return int.from_bytes(state.digest(), "little")

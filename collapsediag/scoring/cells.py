@@ -8,6 +8,7 @@ Legend: N traces (rows), P contexts (columns), U distinct traces, C distinct cel
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,22 @@ def distinct_traces(pairs: ScoringPairs) -> IntArray:
     # The dtype is fixed before the bytes are compared: int32 [1, 0] and int64 [1] have the same bytes.
     keys = (np.asarray(trace, dtype=np.int64).tobytes() for trace in pairs.traces)
     return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
+
+
+def tokens_digest(pairs: ScoringPairs, mask_NP: Any = None) -> str:
+    """A name for these contexts, traces and own columns (and a mask): equal in every process and after every restart.
+
+    Two sets of pairs have the same name only if all their tokens are the same, in the same order.
+    """
+    state = hashlib.blake2b(digest_size=16)
+    for sequences in (pairs.contexts, pairs.traces, (pairs.own_N,)):
+        state.update(len(sequences).to_bytes(8, "little"))
+        for ids in sequences:
+            values = np.asarray(ids, dtype="<i8")
+            state.update(len(values).to_bytes(8, "little") + values.tobytes())
+    if mask_NP is not None:
+        state.update(np.ascontiguousarray(mask_NP, dtype=np.bool_).tobytes())
+    return state.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
