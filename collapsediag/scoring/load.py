@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -156,6 +157,9 @@ def _quiet(transformers: Any) -> Iterator[None]:
     """No bars, no advice: whoever loads a model wants to see the model's numbers."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    hub.setLevel(logging.CRITICAL)  # its retries are told by the error that ends them
     log.set_verbosity_error()
     log.disable_progress_bar()
     try:
@@ -163,6 +167,7 @@ def _quiet(transformers: Any) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        hub.setLevel(hub_level)
         log.set_verbosity(verbosity)
         if bars:
             log.enable_progress_bar()
