@@ -10,7 +10,7 @@ from typing import Any
 
 from collapsediag.readers._options import ReadOptions
 from collapsediag.readers._rows import Row
-from collapsediag.readers._source import Parsed, prompt_digest
+from collapsediag.readers._source import Parsed, prompt_digests
 from collapsediag.rollouts import Rollout, RolloutBatch
 
 
@@ -105,7 +105,7 @@ class StepCollector:
         self.notes: Counter[str] = Counter()
         self.batch: dict[str, Any] = {}
         self.paths: dict[str, None] = {}
-        self._prompts: dict[str | int, tuple[str, str]] = {}
+        self._prompts: dict[str | int, tuple[dict[str, str], str]] = {}
 
     def add(self, parsed: Parsed, row: Row) -> None:
         """Take the rollouts of one row. Raises ReaderError where a group has two prompts."""
@@ -124,9 +124,10 @@ class StepCollector:
                 self._prompts.pop(rollout.group, None)
 
     def _check_prompt(self, rollout: Rollout, row: Row) -> None:
-        prompt = prompt_digest(rollout.turns[0])
+        prompt = prompt_digests(rollout.turns[0])
         first, where = self._prompts.setdefault(rollout.group, (prompt, row.where))
-        if first != prompt:
+        # Only forms that both rows have can differ: one may carry token ids and the other text.
+        if any(first[form] != prompt[form] for form in first.keys() & prompt.keys()):
             raise row.error(
                 f"group {rollout.group!r} has another prompt here than in {where}. All rollouts of one group are "
                 "samples of one prompt; the dump's ids or its rows are mixed up. If prompts of a group differ on "

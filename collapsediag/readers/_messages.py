@@ -171,7 +171,7 @@ def turns_from_messages(
     places = [i for i, message in enumerate(rest) if message["role"] in POLICY_ROLES]
     structured = structured or any(rest[i].get("tool_calls") for i in places)
     turns = []
-    for place, following in zip(places, [*places[1:], len(rest)], strict=True):
+    for place, following in zip(places, [*places[1:], len(rest)][: len(places)], strict=True):
         answers = rest[place + 1 : following]
         turns.append(
             Turn(

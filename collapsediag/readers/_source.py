@@ -71,16 +71,25 @@ class Source(ABC):
         return f"{row.path if self.many_files else Path(row.path).name}:{row.number}"
 
 
-def prompt_digest(turn: Turn) -> str:
-    """A short name for a turn's context: equal contexts have equal names, in every file and step."""
+def prompt_digests(turn: Turn) -> dict[str, str]:
+    """A short name for a turn's context in each form it is given in: equal contexts have equal names everywhere."""
+    forms: dict[str, bytes] = {}
     if turn.context_ids is not None:
-        data = b"ids" + turn.context_ids.tobytes()
-    elif turn.context is not None:
-        data = b"text" + turn.context.encode()
-    else:
-        messages = [dict(message) for message in turn.context_messages or ()]
-        data = b"chat" + json.dumps(messages, sort_keys=True, default=str).encode()
-    return "prompt-" + hashlib.blake2b(data, digest_size=6).hexdigest()
+        forms["ids"] = turn.context_ids.tobytes()
+    if turn.context is not None:
+        forms["text"] = turn.context.encode()
+    if turn.context_messages is not None:
+        messages = [dict(message) for message in turn.context_messages]
+        forms["chat"] = json.dumps(messages, sort_keys=True, default=str).encode()
+    return {
+        form: "prompt-" + hashlib.blake2b(form.encode() + data, digest_size=6).hexdigest()
+        for form, data in forms.items()
+    }
+
+
+def prompt_digest(turn: Turn) -> str:
+    """The name of a turn's context in its first form: token ids, else text, else messages."""
+    return next(iter(prompt_digests(turn).values()), "prompt-unknown")
 
 
 def step_from_name(path: str) -> int | None:
