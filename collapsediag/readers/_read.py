@@ -29,13 +29,18 @@ def find_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
 
     In the order given; inside a folder in the order of the numbers in their names (2.jsonl before 10.jsonl).
     """
+    found: dict[Path, None] = {}
+    for path in as_list_of_paths(paths):
+        found.update(dict.fromkeys(_expand(Path(path), suffixes)))
+    return list(found)
+
+
+def as_list_of_paths(paths: Paths) -> list[str | Path]:
+    """What was named, at least one."""
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not given:
         raise ReaderError("no files were named; give files or folders of saved rollouts.")
-    found: dict[Path, None] = {}
-    for path in given:
-        found.update(dict.fromkeys(_expand(Path(path), suffixes)))
-    return list(found)
+    return given
 
 
 def _expand(path: Path, suffixes: Sequence[str]) -> list[Path]:

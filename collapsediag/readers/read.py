@@ -10,7 +10,7 @@ from typing import Any
 
 from collapsediag.errors import ReaderError, SettingsError
 from collapsediag.readers._options import MAX_STEP_BYTES, ReadOptions, RepeatedSteps
-from collapsediag.readers._read import Paths, find_files, has_suffix
+from collapsediag.readers._read import Paths, as_list_of_paths, find_files, has_suffix
 from collapsediag.readers._steps import read_batches
 from collapsediag.readers.detect import METRIC_LOG, SOURCES, Detection, detect_file
 from collapsediag.readers.tokenization import tokenize_batch
@@ -111,9 +111,8 @@ def _candidates(paths: Paths) -> list[Path]:
     """Files to look into. Single JSON documents in a folder count only where there is nothing else: trainers leave
     their settings in such files beside the rollouts."""
     lines = [s for source in SOURCES.values() for s in source.suffixes if s != ".json"]
-    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     files: dict[Path, None] = {}
-    for path in given:
+    for path in as_list_of_paths(paths):
         if not Path(path).is_dir():
             files.update(dict.fromkeys(find_files(path, ())))
             continue
