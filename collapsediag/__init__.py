@@ -13,30 +13,50 @@ __version__ = "0.1.0"
 # Public name -> module that holds it. Resolved on first use, so that `import collapsediag` stays light and a training
 # process never pays for a room it does not enter.
 _WHERE = {
+    "Cadence": "collapsediag.monitor",
     "CallableFormat": "collapsediag.metrics.format",
     "CollapsediagError": "collapsediag.errors",
+    "ConsoleSink": "collapsediag.console",
     "DropReason": "collapsediag.pairs",
     "EmaStd": "collapsediag.statistics",
+    "EntropyFit": "collapsediag.metrics.entropy_fit",
+    "FanOut": "collapsediag.sinks",
+    "FunctionScorer": "collapsediag.scoring.function",
+    "GradientProbe": "collapsediag.metrics.gradient",
     "HFScorer": "collapsediag.scoring.hf",
     "JsonFormat": "collapsediag.metrics.format_json",
+    "JsonlSink": "collapsediag.sinks",
     "LogLikelihoodMatrix": "collapsediag.matrix",
     "MetricInfo": "collapsediag.metrics.registry",
+    "Monitor": "collapsediag.monitor",
+    "PairSettings": "collapsediag.pairs",
+    "PreflightReport": "collapsediag.preflight",
     "Record": "collapsediag.record",
     "RegexFormat": "collapsediag.metrics.format_regex",
     "Rollout": "collapsediag.rollouts",
     "RolloutBatch": "collapsediag.rollouts",
     "RolloutReport": "collapsediag.metrics.from_rollouts",
+    "Scorer": "collapsediag.scoring.protocol",
     "ScoringPairs": "collapsediag.pairs",
+    "Sink": "collapsediag.sinks",
     "SnrFilterPreview": "collapsediag.metrics.snr_filter",
     "TagFormat": "collapsediag.metrics.format",
     "ToolCall": "collapsediag.rollouts",
     "ToolFormat": "collapsediag.metrics.format_json",
     "Turn": "collapsediag.rollouts",
+    "build_pairs": "collapsediag.pairs",
     "conditional_entropy": "collapsediag.metrics.information",
+    "entropy_metrics": "collapsediag.metrics.entropy_batch",
+    "find_reasoning": "collapsediag.spans",
+    "fit_reward_entropy": "collapsediag.metrics.entropy_fit",
+    "gradient_probe": "collapsediag.probe",
     "load_policy": "collapsediag.scoring.load",
     "matrix_metrics": "collapsediag.metrics.from_matrix",
     "mutual_information": "collapsediag.metrics.information",
     "pass_at_k": "collapsediag.metrics.pass_at_k",
+    "predicted_entropy_change": "collapsediag.metrics.entropy",
+    "read_records": "collapsediag.run_folder",
+    "read_rollouts": "collapsediag.readers",
     "reasoning_entropy": "collapsediag.metrics.information",
     "retrieval_accuracy": "collapsediag.metrics.retrieval",
     "reward_metrics": "collapsediag.metrics.rewards",
@@ -44,13 +64,22 @@ _WHERE = {
     "rollout_report": "collapsediag.metrics.from_rollouts",
     "score": "collapsediag.scoring.short",
     "snr_filter_preview": "collapsediag.metrics.snr_filter",
+    "token_entropy": "collapsediag.metrics.entropy",
+    "tokenize_batch": "collapsediag.readers",
+    "tool_metrics": "collapsediag.metrics.tools",
 }
 
 __all__ = sorted([*_WHERE, "__version__"])
 
 if TYPE_CHECKING:
+    from collapsediag.console import ConsoleSink as ConsoleSink
     from collapsediag.errors import CollapsediagError as CollapsediagError
     from collapsediag.matrix import LogLikelihoodMatrix as LogLikelihoodMatrix
+    from collapsediag.metrics.entropy import predicted_entropy_change as predicted_entropy_change
+    from collapsediag.metrics.entropy import token_entropy as token_entropy
+    from collapsediag.metrics.entropy_batch import entropy_metrics as entropy_metrics
+    from collapsediag.metrics.entropy_fit import EntropyFit as EntropyFit
+    from collapsediag.metrics.entropy_fit import fit_reward_entropy as fit_reward_entropy
     from collapsediag.metrics.format import CallableFormat as CallableFormat
     from collapsediag.metrics.format import TagFormat as TagFormat
     from collapsediag.metrics.format_json import JsonFormat as JsonFormat
@@ -60,6 +89,7 @@ if TYPE_CHECKING:
     from collapsediag.metrics.from_rollouts import RolloutReport as RolloutReport
     from collapsediag.metrics.from_rollouts import rollout_metrics as rollout_metrics
     from collapsediag.metrics.from_rollouts import rollout_report as rollout_report
+    from collapsediag.metrics.gradient import GradientProbe as GradientProbe
     from collapsediag.metrics.information import conditional_entropy as conditional_entropy
     from collapsediag.metrics.information import mutual_information as mutual_information
     from collapsediag.metrics.information import reasoning_entropy as reasoning_entropy
@@ -69,16 +99,32 @@ if TYPE_CHECKING:
     from collapsediag.metrics.rewards import reward_metrics as reward_metrics
     from collapsediag.metrics.snr_filter import SnrFilterPreview as SnrFilterPreview
     from collapsediag.metrics.snr_filter import snr_filter_preview as snr_filter_preview
+    from collapsediag.metrics.tools import tool_metrics as tool_metrics
+    from collapsediag.monitor import Cadence as Cadence
+    from collapsediag.monitor import Monitor as Monitor
     from collapsediag.pairs import DropReason as DropReason
+    from collapsediag.pairs import PairSettings as PairSettings
     from collapsediag.pairs import ScoringPairs as ScoringPairs
+    from collapsediag.pairs import build_pairs as build_pairs
+    from collapsediag.preflight import PreflightReport as PreflightReport
+    from collapsediag.probe import gradient_probe as gradient_probe
+    from collapsediag.readers import read_rollouts as read_rollouts
+    from collapsediag.readers import tokenize_batch as tokenize_batch
     from collapsediag.record import Record as Record
     from collapsediag.rollouts import Rollout as Rollout
     from collapsediag.rollouts import RolloutBatch as RolloutBatch
     from collapsediag.rollouts import ToolCall as ToolCall
     from collapsediag.rollouts import Turn as Turn
+    from collapsediag.run_folder import read_records as read_records
+    from collapsediag.scoring.function import FunctionScorer as FunctionScorer
     from collapsediag.scoring.hf import HFScorer as HFScorer
     from collapsediag.scoring.load import load_policy as load_policy
+    from collapsediag.scoring.protocol import Scorer as Scorer
     from collapsediag.scoring.short import score as score
+    from collapsediag.sinks import FanOut as FanOut
+    from collapsediag.sinks import JsonlSink as JsonlSink
+    from collapsediag.sinks import Sink as Sink
+    from collapsediag.spans import find_reasoning as find_reasoning
     from collapsediag.statistics import EmaStd as EmaStd
 
 

@@ -17,7 +17,7 @@ from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 
 torch = pytest.importorskip("torch")
 
-from collapsediag.scoring.gradient import gradient_probe  # noqa: E402
+from collapsediag.probe import gradient_probe  # noqa: E402
 
 # --- buckets -------------------------------------------------------------------------------------------------------
 
