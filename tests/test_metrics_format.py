@@ -305,11 +305,11 @@ def test_all_failure_names_are_known_to_the_registry() -> None:
     "unit",
     ["<think>", "</think>", "<answer>", "</answer>", "</think><answer>", "<", " ", "\n", "{", "[", '{"a":', "</s>"],
 )
-@pytest.mark.parametrize("form", [TagFormat(), JsonFormat({}), JsonFormat({}, tag="answer"), ToolFormat({})])
-def test_a_megabyte_of_anything_takes_linear_time(unit: str, form: Any) -> None:
+def test_a_megabyte_of_anything_takes_linear_time(unit: str) -> None:
     text = "<think>a" + unit * (1_000_000 // len(unit))
     start = time.process_time()
-    form.failures([text], [text])
+    for form in (TagFormat(), JsonFormat({}), JsonFormat({}, tag="answer"), ToolFormat({})):
+        form.failures([text], [None])
     assert time.process_time() - start < 5.0  # quadratic time would be minutes
 
 

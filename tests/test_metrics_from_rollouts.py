@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -359,3 +360,14 @@ def test_the_batch_is_not_changed() -> None:
     cd.rollout_metrics(PLANTED, tokenizer=Letters())
     assert before == [(r.turns, r.reward, dict(r.rewards), r.success) for r in PLANTED]
     assert state == np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["<think>", "</think><answer>", "<search>", "</search>", "<tool_call>{", "\\boxed{", "7,", "a ", "<information>"],
+)
+def test_a_long_line_of_anything_goes_through_in_linear_time(unit: str) -> None:
+    text = unit * (200_000 // len(unit))
+    start = time.process_time()
+    cd.rollout_metrics(batch(rollout(text, context=text), rollout("<think>" + text, context=text)))
+    assert time.process_time() - start < 10.0  # quadratic time would be minutes

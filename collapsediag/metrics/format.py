@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from collapsediag.errors import MetricError, SettingsError
@@ -103,7 +104,7 @@ class TagFormat:
     def _actions(self) -> tuple[str, ...]:
         return tuple([self.actions] if isinstance(self.actions, str) else self.actions)
 
-    @property
+    @cached_property
     def _tags(self) -> ReasoningTags:
         return ReasoningTags(((f"<{self.reasoning}>", f"</{self.reasoning}>"),))
 
