@@ -157,15 +157,11 @@ def summary_table(record: Record, *, title: str) -> Table:
     from rich.table import Table
 
     table = Table(title=printable(title), box=box.SIMPLE_HEAD, title_justify="left")
-    for heading, justify in (
-        ("metric", "left"),
-        ("value", "right"),
-        ("95% interval", "right"),
-        ("read against", "right"),
-        ("unit", "left"),
-        ("n", "right"),
-    ):
-        table.add_column(heading, justify=justify, no_wrap=heading != "metric")
+    table.add_column("metric")
+    for heading in ("value", "95% interval", "read against"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("n", justify="right", no_wrap=True)
     for namespace, words in NAMESPACES.items():
         prefix = f"collapse_{namespace}_sample/"
         n = _count(record, prefix)
