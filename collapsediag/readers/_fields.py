@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class Fields:
                 )
         self.aliases = aliases
         self.key_map = key_map
+        self._used: dict[tuple[str, ...], frozenset[str]] = {}
 
     def find(self, row: Row, name: str, data: Mapping[str, Any] | None = None) -> tuple[str, Any] | None:
         """(key in the file, value) of `name`; None where it is absent or null.
@@ -58,12 +59,15 @@ class Fields:
                 return key, data[key]
         return None
 
-    def used_keys(self, names: Iterable[str] | None = None) -> set[str]:
+    def used_keys(self, names: Sequence[str] | None = None) -> frozenset[str]:
         """Every key of a file that is read under one of the names, or under any."""
-        found: set[str] = set()
-        for name in self.aliases if names is None else names:
-            found.update((self.key_map[name].split(".")[0],) if name in self.key_map else self.aliases[name])
-        return found
+        wanted = tuple(self.aliases) if names is None else tuple(names)
+        if wanted not in self._used:
+            found: set[str] = set()
+            for name in wanted:
+                found.update((self.key_map[name].split(".")[0],) if name in self.key_map else self.aliases[name])
+            self._used[wanted] = frozenset(found)
+        return self._used[wanted]
 
 
 def as_text(row: Row, key: str, value: Any) -> str:

@@ -169,7 +169,8 @@ def decode_json(raw: bytes, *, where: str, offset: int, torn: bool) -> Any:
     except ValueError as error:  # an integer of thousands of digits
         raise ReaderError(f"{where}: {error}. Write such numbers as text.") from error
     # Only a text that spells a surrogate can hold one; the walk is paid there alone.
-    return _without_surrogates(value) if "\\ud" in text or "\\uD" in text else value
+    spelled = b"\\u" in raw and (b"\\ud" in raw or b"\\uD" in raw)
+    return _without_surrogates(value) if spelled else value
 
 
 def _json_complaint(error: json.JSONDecodeError, text: str, where: str, torn: bool) -> str:
