@@ -49,7 +49,8 @@ def unique_sequences(sequences: Sequence[IntArray]) -> tuple[list[IntArray], Int
     number_of = np.array([order[key] for key in keys], dtype=np.int64)
     unique: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(order)
     for sequence, number in zip(sequences, number_of.tolist(), strict=True):
-        unique[number] = np.asarray(sequence, dtype=np.int64)
+        # A copy: the rollouts' own arrays are read-only, which torch warns about and must not be.
+        unique[number] = np.array(sequence, dtype=np.int64)
     return unique, number_of
 
 
