@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from collapsediag.spans import SpanFinder, SpanStatus, find_reasoning
+from collapsediag.token_tags import ReasoningTags
 
 OPEN, CLOSE = b"<think>", b"</think>"
 CPU_SECONDS = 2.0  # 100,000 tokens; quadratic code takes minutes
@@ -140,6 +141,31 @@ def test_one_token_a_character_is_the_same_as_text(filler: str, tags: list[str])
 
     context = [ord(c) for c in filler]
     assert SpanFinder(Letters()).find([ord(c) for c in text], context) == find_reasoning(text, context=filler)
+
+
+@given(st.lists(st.sampled_from(["a", "b", "ab", "ba", "aba", "x", "yx", "xyx", " "]), max_size=20))
+def test_tags_that_overlap_themselves_are_read_from_the_left(pieces: list[str]) -> None:
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(pieces[i] for i in ids)
+
+    tags = ReasoningTags((("aba", "xyx"),))
+    text = "".join(pieces)
+    in_text = find_reasoning(text, context="", tags=tags)
+    in_tokens = SpanFinder(Words(), tags).find(range(len(pieces)), [])
+    assert in_tokens.opened_in_context == in_text.opened_in_context
+    assert in_tokens.repeated == in_text.repeated
+    if in_text.has_reasoning and in_tokens.has_reasoning:
+        assert "".join(pieces[in_tokens.start : in_tokens.stop]) in text[in_text.start : in_text.stop]
+    assert (in_tokens.status is SpanStatus.ABSENT) == (in_text.status is SpanStatus.ABSENT)
+    assert (in_tokens.status is SpanStatus.UNCLOSED) == (in_text.status is SpanStatus.UNCLOSED)
+    letters = [ord(c) for c in text]
+
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(map(chr, ids))
+
+    assert SpanFinder(Letters(), tags).find(letters, []) == in_text
 
 
 def byte_table(tokenizer: Any) -> Callable[[int], bytes]:

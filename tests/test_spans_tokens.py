@@ -186,6 +186,18 @@ def test_overlapping_looks_are_not_tags() -> None:
     assert split(finder, tokenizer.decode, ids) == ("ok", "<think>", "a", "<</think>")
 
 
+def test_decode_is_told_to_hide_nothing() -> None:
+    class HidingByDefault:
+        """Its tags are made of tokens that it takes for special."""
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            shown = ["<", "think", "/think", ">", "a"]
+            return "".join(shown[i] for i in ids if not (skip_special_tokens and i in (0, 3)))
+
+    span = SpanFinder(HidingByDefault()).find([0, 1, 3, 4, 0, 2, 3], [])
+    assert (span.status, span.start, span.stop) == (SpanStatus.OK, 3, 4)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -299,6 +311,8 @@ def test_a_turn_marker_is_found_however_far_back() -> None:
     assert finder.open_pair(opened + filler) == 0
     assert finder.open_pair(opened + filler + end + filler) is None
     assert finder.open_pair(opened + end + opened + filler) == 0
+    assert finder.open_pair(filler + opened + end + filler) is None
+    assert finder.open_pair(filler + end + opened + filler) == 0
 
 
 def test_turn_markers_that_the_tokenizer_does_not_know_as_special_can_be_named() -> None:
