@@ -10,6 +10,7 @@ model answers another question.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,12 @@ from collapsediag.pairs import PairSettings, ScoringPairs
 from collapsediag.record import Provenance, Record
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.run_folder import METRICS_FILE, read_records
-from collapsediag.sinks import JsonlSink
+from collapsediag.sinks import JsonlSink, Sink
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from collapsediag.scoring.protocol import Scorer
 
 DEFAULT_MAX_TRACES = 64
 DEFAULT_MAX_CONTEXTS = 16
@@ -44,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: float32 on the CPU)")
     model.add_argument("--temperature", type=float, default=1.0, help="score softmax(logits / T) (default 1)")
     model.add_argument("--token-budget", type=int, metavar="N", help="tokens in one forward pass (default: from memory)")
+    cluster = parser.add_argument_group("many GPUs or machines")
+    cluster.add_argument("--ray", action="store_true", help="score the steps in parallel on Ray, one model per worker")
+    cluster.add_argument("--ray-workers", type=int, metavar="N", help="default: one per GPU of the cluster")
+    cluster.add_argument("--ray-address", metavar="ADDRESS", help="a running cluster (default: this machine)")
     what = parser.add_argument_group("what is scored")
     what.add_argument("--max-traces", type=_limit, default=DEFAULT_MAX_TRACES, metavar="N", help="per step; 0: no limit")
     what.add_argument("--max-contexts", type=_limit, default=DEFAULT_MAX_CONTEXTS, metavar="P", help="per step; 0: all")
@@ -79,6 +86,10 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True, highlight=False)
     done = _recorded_steps(args)
+    if args.ray:
+        from collapsediag.cli.score_on_ray import run_on_ray
+
+        return run_on_ray(args, done, console)
     model, tokenizer = load_policy(
         args.model,
         tokenizer=args.tokenizer,
@@ -87,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
     )
     last: Record | None = None
-    with _monitor(args, model, tokenizer, console) as monitor:
+    with _model_monitor(args, model, tokenizer, console) as monitor:
         if done:
             monitor.continue_from(read_records(args.out))
         for batch in batches(args, tokenizer=tokenizer):
@@ -95,7 +106,14 @@ def run(args: argparse.Namespace) -> int:
                 console.print(f"step {batch.step}: already recorded, not redone")
                 continue
             last = monitor.observe(batch.step, batch)
-            _report(console, batch, last)
+            report_step(console, batch, last)
+    return finish(args, last, console)
+
+
+def finish(args: argparse.Namespace, last: Record | None, console: Console) -> int:
+    """The last step's table, and the exit code."""
+    from rich.console import Console
+
     if last is None:
         console.print("nothing new to score")
         return 0
@@ -111,21 +129,34 @@ def _recorded_steps(args: argparse.Namespace) -> set[int]:
     return {record.step for record in read_records(args.out) if record.status == "ok"}
 
 
-def _monitor(args: argparse.Namespace, model: Any, tokenizer: Any, console: Console) -> Monitor:
+def _model_monitor(args: argparse.Namespace, model: Any, tokenizer: Any, console: Console) -> Monitor:
     from collapsediag.scoring.hf import HFScorer
 
     scorer = HFScorer(model, temperature=args.temperature, token_budget=args.token_budget)
-    provenance = Provenance.collect(
+    provenance = provenance_of(args, next(model.parameters()))
+    sinks = [JsonlSink(args.out, resume=args.resume, provenance=provenance)]
+    return monitor_of(args, ProgressScorer(scorer, console), tokenizer, scorer.max_tokens, sinks)
+
+
+def provenance_of(args: argparse.Namespace, parameter: Any) -> Provenance:
+    """What run.json says; the parameter's device and dtype stand for the model's."""
+    return Provenance.collect(
         model=str(args.model),
         tokenizer=str(args.tokenizer or args.model),
-        device=str(next(model.parameters()).device),
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        device=str(parameter.device),
+        dtype=str(parameter.dtype).removeprefix("torch."),
         settings={name: value for name, value in vars(args).items() if name not in ("run", "command")},
     )
+
+
+def monitor_of(
+    args: argparse.Namespace, scorer: Scorer, tokenizer: Any, max_tokens: int | None, sinks: Iterable[Sink]
+) -> Monitor:
+    """A monitor with the settings of the command line."""
     return Monitor(
-        ProgressScorer(scorer, console),
+        scorer,
         every=1,
-        sinks=[JsonlSink(args.out, resume=args.resume, provenance=provenance)],
+        sinks=sinks,
         tokenizer=tokenizer,
         reasoning=args.reasoning,
         pairs=PairSettings(
@@ -135,7 +166,7 @@ def _monitor(args: argparse.Namespace, model: Any, tokenizer: Any, console: Cons
             max_pairs=args.max_pairs,
             max_context_tokens=args.max_context_tokens,
             max_trace_tokens=args.max_trace_tokens,
-            max_total_tokens=scorer.max_tokens,
+            max_total_tokens=max_tokens,
         ),
         definition=args.definition,
         rollout_options={"success_threshold": args.success_threshold},
@@ -173,7 +204,7 @@ class ProgressScorer:
         return matrix
 
 
-def _report(console: Console, batch: RolloutBatch, record: Record) -> None:
+def report_step(console: Console, batch: RolloutBatch, record: Record) -> None:
     """What a reader of the numbers must know, once per step."""
     where = f"step {batch.step}"
     for note in record.notes:

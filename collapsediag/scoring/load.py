@@ -63,6 +63,19 @@ def load_policy(
     return model, loaded
 
 
+def load_tokenizer(
+    path_or_name: str | Path, *, tokenizer: str | Path | None = None, gguf_file: str | None = None
+) -> Any:
+    """The tokenizer that `load_policy` would give, without the model; None where there is none."""
+    transformers = require("transformers", extra="hf", feature="loading a tokenizer")
+    where, name = _locate(path_or_name, gguf_file)
+    options: dict[str, Any] = {} if name is None else {"gguf_file": name}
+    if Path(where).exists():
+        options["local_files_only"] = True
+    with _quiet(transformers):
+        return _tokenizer(transformers, tokenizer, where, options)
+
+
 def _locate(path_or_name: str | Path, gguf_file: str | None) -> tuple[str, str | None]:
     """Folder or hub name, and the GGUF file in it."""
     path = Path(path_or_name).expanduser()
