@@ -13,10 +13,12 @@ __version__ = "0.1.0"
 # Public name -> module that holds it. Resolved on first use, so that `import collapsediag` stays light and a training
 # process never pays for a room it does not enter.
 _WHERE = {
+    "BudgetScorer": "collapsediag.scoring.budget",
     "Cadence": "collapsediag.monitor",
     "CallableFormat": "collapsediag.metrics.format",
     "CollapsediagError": "collapsediag.errors",
     "ConsoleSink": "collapsediag.console",
+    "DistributedScorer": "collapsediag.scoring.distributed",
     "DropReason": "collapsediag.pairs",
     "EmaStd": "collapsediag.statistics",
     "EntropyFit": "collapsediag.metrics.entropy_fit",
@@ -29,6 +31,7 @@ _WHERE = {
     "LogLikelihoodMatrix": "collapsediag.matrix",
     "MetricInfo": "collapsediag.metrics.registry",
     "Monitor": "collapsediag.monitor",
+    "OpenAICompatibleScorer": "collapsediag.scoring.server",
     "PairSettings": "collapsediag.pairs",
     "PreflightReport": "collapsediag.preflight",
     "Record": "collapsediag.record",
@@ -36,6 +39,7 @@ _WHERE = {
     "Rollout": "collapsediag.rollouts",
     "RolloutBatch": "collapsediag.rollouts",
     "RolloutReport": "collapsediag.metrics.from_rollouts",
+    "SGLangScorer": "collapsediag.scoring.server",
     "Scorer": "collapsediag.scoring.protocol",
     "ScoringPairs": "collapsediag.pairs",
     "Sink": "collapsediag.sinks",
@@ -116,10 +120,14 @@ if TYPE_CHECKING:
     from collapsediag.rollouts import ToolCall as ToolCall
     from collapsediag.rollouts import Turn as Turn
     from collapsediag.run_folder import read_records as read_records
+    from collapsediag.scoring.budget import BudgetScorer as BudgetScorer
+    from collapsediag.scoring.distributed import DistributedScorer as DistributedScorer
     from collapsediag.scoring.function import FunctionScorer as FunctionScorer
     from collapsediag.scoring.hf import HFScorer as HFScorer
     from collapsediag.scoring.load import load_policy as load_policy
     from collapsediag.scoring.protocol import Scorer as Scorer
+    from collapsediag.scoring.server import OpenAICompatibleScorer as OpenAICompatibleScorer
+    from collapsediag.scoring.server import SGLangScorer as SGLangScorer
     from collapsediag.scoring.short import score as score
     from collapsediag.sinks import FanOut as FanOut
     from collapsediag.sinks import JsonlSink as JsonlSink
