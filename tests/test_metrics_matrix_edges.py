@@ -174,7 +174,7 @@ def test_a_large_matrix_takes_less_than_a_second() -> None:
     assert time.process_time() - begun < 1.0
 
 
-# -- the public fakes ---------------------------------------------------------------------------------------------------
+# -- the public fakes --------------------------------------------------------------------------------------------------
 
 
 def test_a_table_scorer_scores_planted_rollouts_as_the_policy_does() -> None:

@@ -184,6 +184,9 @@ def test_tie_tolerance_is_counted_from_the_best() -> None:
     expected = [0.5, 0.5, 0.0, 0.0]
     for own, value in enumerate(expected):
         assert retrieval.retrieval_accuracy(logp, [own], tie_tolerance=tolerance) == pytest.approx(value)
+    # The second best is -1.3 and all three lie within 0.4 of it: they share two places.
+    for own, value in enumerate([2 / 3, 2 / 3, 2 / 3, 0.0]):
+        assert retrieval.retrieval_accuracy(logp, [own], k=2, tie_tolerance=tolerance) == pytest.approx(value)
     for k in (1, 2, 3):
         total = sum(retrieval.retrieval_accuracy(logp, [own], k=k, tie_tolerance=tolerance) for own in range(4))
         assert total == pytest.approx(k)
@@ -202,6 +205,21 @@ def test_p_value_is_that_of_the_brute_force_over_columns() -> None:
     assert retrieval.retrieval_p_value(logp, own) == pytest.approx(expected, abs=1e-12)
     matrix = LogLikelihoodMatrix(logp_NP=logp, own_N=own, length_N=np.ones(15, dtype=int))
     assert matrix_metrics(matrix)["retrieval_p_value"] == pytest.approx(expected, abs=1e-12)
+    # Two groups that share a column are two units: the columns (0, 0, 1) can be dealt out in three ways.
+    shared = LogLikelihoodMatrix(
+        logp_NP=[[-1.0, -2.0], [-1.0, -2.0], [-2.0, -1.0]], own_N=[0, 0, 1], group_N=[7, 8, 9], length_N=[1, 1, 1]
+    )
+    assert retrieval.retrieval_p_value(shared) == pytest.approx(1 / 3)
+    assert matrix_metrics(shared)["retrieval_p_value"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_chance_and_distance_from_it_one_by_one(k: int) -> None:
+    matrix = random_matrix(3)
+    accuracy = retrieval.retrieval_accuracy(matrix, k=k)
+    assert retrieval.retrieval_chance_level(matrix, k=k) == pytest.approx(k / 5)
+    assert retrieval.retrieval_above_chance(matrix, k=k) == pytest.approx(accuracy - k / 5, abs=1e-12)
+    assert accuracy != pytest.approx(k / 5)
 
 
 @pytest.mark.parametrize("definition", ["paper", "ragen"])
@@ -241,3 +259,17 @@ def test_intervals_are_those_of_a_bootstrap_by_loops(definition: Any) -> None:
         assert found[f"{name}/ci_low"] == pytest.approx(low, abs=0.2 * np.std(values)), name
         assert found[f"{name}/ci_high"] == pytest.approx(high, abs=0.2 * np.std(values)), name
         assert found[f"{name}/ci_low"] <= found[name] <= found[f"{name}/ci_high"]
+
+
+def test_the_spread_in_the_zscores_interval_is_that_of_the_resample() -> None:
+    """Two groups with one gap each: a resample that draws one of them twice has no spread at all."""
+    logp = np.array([[-1.0, -1.5], [-1.0, -1.5], [-9.0, -1.0], [-9.0, -1.0]])
+    matrix = LogLikelihoodMatrix(logp_NP=logp, length_N=[1] * 4, own_N=[0, 0, 1, 1])
+    values = matrix_metrics(matrix, ema=EmaStd())
+    gap = [
+        -1.0 - math.log((math.exp(-1.0) + math.exp(-1.5)) / 2),
+        -1.0 - math.log((math.exp(-9.0) + math.exp(-1.0)) / 2),
+    ]
+    assert values["mi_zscore_ema/ci_high"] == pytest.approx(max(gap) / 1e-3, rel=1e-6)
+    both = np.mean(gap) / (np.std(gap) + 1e-3)
+    assert values["mi_zscore_ema/ci_low"] == pytest.approx(both, rel=1e-6)

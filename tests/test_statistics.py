@@ -24,8 +24,9 @@ def test_wilson_is_scipys(n: int, confidence: float) -> None:
 
 
 def test_wilson_ends_are_exact_and_nothing_is_known_from_nothing() -> None:
-    assert wilson_interval(0, 5)[0] == 0.0
-    assert wilson_interval(5, 5)[1] == 1.0
+    for n in range(1, 200):
+        assert wilson_interval(0, n)[0] == 0.0
+        assert wilson_interval(n, n)[1] == 1.0
     assert wilson_interval(0, 0) == (0.0, 1.0)
 
 

@@ -48,14 +48,10 @@ _STEMS_AT_K = ("retrieval_accuracy@", "retrieval_chance_level@", "retrieval_abov
 def ragen_keys(values: Mapping[str, float]) -> dict[str, float]:
     """Those of `values` that RAGEN logs under the same name.
 
-    >>> ragen_keys({"mi_estimate": 0.5, "gap_std": 0.1, "retrieval_accuracy@2": 1.0, "mi_estimate/ci_low": 0.4})
+    >>> ragen_keys({"mi_estimate": 0.5, "gap_std": 0.1, "retrieval_accuracy@2": 1.0})
     {'mi_estimate': 0.5, 'retrieval_accuracy@2': 1.0}
     """
-    return {
-        name: value
-        for name, value in values.items()
-        if name in _KEYS or (name.startswith(_STEMS_AT_K) and "/" not in name)
-    }
+    return {name: value for name, value in values.items() if name in _KEYS or name.startswith(_STEMS_AT_K)}
 
 
 def ragen_n_prompts(rows: LogLikelihoodMatrix) -> int:
