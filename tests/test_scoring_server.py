@@ -30,7 +30,7 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 97
 KEY = "sk-secret-0123456789"
 FLOAT32_TOLERANCE = 1e-5  # nats per token
-SETTINGS = {"api_key": KEY, "concurrency": 4, "timeout_s": 5.0, "retries": 2, "backoff_s": 0.01}
+SETTINGS = {"api_key": KEY, "concurrency": 4, "timeout_s": 60.0, "retries": 2, "backoff_s": 0.01}
 
 
 @functools.cache
@@ -116,12 +116,17 @@ def sglang_reply(body: dict[str, Any]) -> dict[str, Any]:
     ids, start = body["input_ids"], body["logprob_start_len"]
     assert body["return_logprob"] is True
     assert "text" not in body
-    assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+    assert body["sampling_params"] == {"max_new_tokens": 1, "temperature": 1.0}
     logp = [None, *token_logp(tiny_model(), ids)]
     entries = [[value, token, None] for token, value in zip(ids, logp, strict=True)][start:]
     entries[0] = [None, ids[start], None]
-    meta = {"id": "1", "prompt_tokens": len(ids), "completion_tokens": 0, "cached_tokens": 0}
-    return {"text": "", "meta_info": {**meta, "input_token_logprobs": entries, "output_token_logprobs": []}}
+    for entry in entries:
+        entry[1] = entry[1] if entry[1] < VOCABULARY - 1 else 0  # what SGLang does to the last id
+    meta = {"id": "1", "prompt_tokens": len(ids), "completion_tokens": 1, "cached_tokens": 0}
+    return {
+        "text": "",
+        "meta_info": {**meta, "input_token_logprobs": entries, "output_token_logprobs": [[-0.5, 1, None]]},
+    }
 
 
 Fault = Callable[["Handler", dict[str, Any]], "dict[str, Any] | bytes | None"]
@@ -222,6 +227,7 @@ def dripping(handler: Handler, reply: dict[str, Any]) -> None:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
+    tiny_model()  # made once, and not while a client waits for its first reply
     running = Server()
     thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
@@ -290,6 +296,19 @@ def test_sglang_asks_from_the_contexts_last_token(server: Server) -> None:
     sglang(server, concurrency=1).score(random_pairs())
     starts = [body["logprob_start_len"] for body in server.bodies]
     assert starts == [0] * 5 + [8] * 5 + [4] * 5, "by context, for the server's prefix cache"
+
+
+def test_sglang_names_the_last_id_zero(server: Server) -> None:
+    ids, zero = (np.array([3, 5]), np.array([VOCABULARY - 1, 7])), np.zeros(2, dtype=np.int64)
+    pairs = ScoringPairs(
+        contexts=ids, traces=ids, own_N=np.array([0, 1]), group_N=np.array([0, 1]), multiplicity_P=np.array([1, 1]),
+        rollout_N=zero, turn_N=zero,
+    )  # fmt: skip
+    expected = sum(token_logp(tiny_model(), [3, 5, VOCABULARY - 1, 7])[1:])
+    np.testing.assert_allclose(sglang(server).score(pairs).logp_NP[1, 0], expected, atol=1e-4)
+    server.fault = change(values=lambda entries: [*entries[:-1], [-1.0, 0, None]])
+    with pytest.raises(ScoringError, match=r"was sent at position 1 of the trace, 0 came back"):
+        sglang(server).score(pairs)  # 7 is not the last id
 
 
 def test_extra_body_adds_and_takes_out(server: Server) -> None:

@@ -199,7 +199,8 @@ class SGLangScorer(ServerScorer):
     def _request(self, context: list[int], trace: list[int]) -> dict[str, Any]:
         return {
             "input_ids": context + trace,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            # The prefill samples one token anyway; asking for none takes another path through the server.
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": len(context) - 1,
             "return_text_in_logprobs": False,
@@ -224,7 +225,8 @@ class SGLangScorer(ServerScorer):
                 raise _BadReplyError(
                     f"entry {position} of input_token_logprobs is {entry!r}, not [logprob, token id, text]"
                 )
-            if entry[1] != sent:
+            # SGLang writes 0 for the vocabulary's last ids; only the largest id that was sent can be one of them.
+            if entry[1] != sent and not (entry[1] == 0 and sent == max(trace)):
                 raise _BadReplyError(f"token {sent} was sent at position {position} of the trace, {entry[1]} came back")
             values.append(_number(entry[0]))
         return values
