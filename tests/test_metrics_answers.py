@@ -47,6 +47,8 @@ def test_a_box_ends_where_its_braces_balance(inside: str, before: str) -> None:
     ("text", "answer"),
     [
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{[0, 1\}} or }", r"[0, 1\}"),  # an escaped brace is text
+        (r"\boxed{1\\}2}", r"1\\"),  # behind a line break it is not
         (r"\boxed{}", ""),
         (r"\boxed{1", None),
         (r"\boxed{1} then \boxed{2", None),  # the last box was cut off: what it would have said is not known

@@ -70,7 +70,7 @@ def test_a_planted_batch() -> None:
     assert values["reward/within_group_std"] == pytest.approx(math.sqrt(0.5) / 2)
     assert values["reward/all_success_fraction"] == 0.5
     assert values["reward/format/mean"] == 0.5
-    assert "reward/ok/mean" not in values
+    assert not [name for name in values if name.startswith("reward/ok/")]  # a component that no rollout has
     assert values["pass@1"] == 0.75
     assert values["pass@2"] == 1.0
     assert values["n_unlabelled"] == 1.0
@@ -145,6 +145,14 @@ def test_an_environment_reads_as_if_it_were_alone() -> None:
             assert values[prefix + name] == value, name
     assert (values["env/maze/n_groups"], values["env/sums%2Feasy/n_groups"]) == (3.0, 2.0)
     assert not any(name.startswith("env/") for name in cd.rollout_metrics(batch(*maze)))
+
+
+def test_a_reason_is_given_once_or_where_it_differs() -> None:
+    rows = [rollout("a", 0, environment="x", success=True), rollout("b", 1, environment="y")]
+    reasons = cd.rollout_report(batch(*rows)).not_measured
+    assert "reward" in reasons
+    assert [name for name in reasons if name.endswith("/pass@k")] == ["env/y/pass@k"]
+    assert not [name for name in reasons if name.endswith("/reward")]
 
 
 def test_rollouts_without_an_environment_are_another_kind() -> None:

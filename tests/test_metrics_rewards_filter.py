@@ -124,6 +124,11 @@ def test_the_epsilon_of_the_code_can_reject_a_nearly_flat_batch() -> None:
     assert snr_filter_preview(flat, 0.5).kept.tolist() == [1]
 
 
+def test_a_sum_that_meets_the_threshold_exactly_is_enough() -> None:
+    assert snr_filter_preview([[0, 1], [0, 1]], 0.5, form="std", selection_eps=0.0).kept.tolist() == [0]
+    assert snr_filter_preview([[0, 1], [0, 1]], 0.5).kept.tolist() == [0]
+
+
 def test_prompts_of_unequal_size_and_unscored_rollouts() -> None:
     preview = snr_filter_preview([[1.0], [1.0, None, 0.0], [None, None], [1.0, 1.0, 0.0, 0.0]], 1.0)
     assert preview.kept.tolist() == [1, 3]

@@ -19,8 +19,8 @@ from collapsediag.statistics import DEFAULT_RESAMPLES, bootstrap_groups, bootstr
 def pass_at_k(n_P: ArrayLike, c_P: ArrayLike, k: int) -> FloatArray:
     """[P] unbiased estimate of pass@k from n samples with c solved: `1 - C(n-c, k) / C(n, k)`.
 
-    The ratio is the product of the k factors `(n-c-j) / (n-j)`, all within [0, 1]: nothing overflows, and the relative
-    error stays near k rounding errors at any n.
+    The ratio is the product of the k factors `(n-c-j) / (n-j)`, j = 0 ... k-1: nothing overflows, and the relative error
+    stays near k rounding errors at any n. With fewer than k unsolved samples one factor is 0.
 
     n_P, c_P: [P] integers, 0 <= c <= n. k: 1 to the smallest n. Low is bad.
     Raises MetricError for k outside that range or counts that contradict themselves.
@@ -42,7 +42,7 @@ def pass_at_k(n_P: ArrayLike, c_P: ArrayLike, k: int) -> FloatArray:
         )
     pairs, prompt_P = np.unique(np.stack([n, c], axis=1), axis=0, return_inverse=True)
     j = np.arange(k)
-    factors = np.clip(pairs[:, :1] - pairs[:, 1:] - j, 0, None) / (pairs[:, :1] - j)
+    factors = (pairs[:, :1] - pairs[:, 1:] - j) / (pairs[:, :1] - j)
     return np.asarray((1.0 - factors.prod(axis=1))[prompt_P.reshape(-1)], dtype=np.float64)
 
 
