@@ -64,6 +64,7 @@ def test_nemo_gym_reasoning_goes_between_think_tags() -> None:
         reasoning, message = row["response"]["output"]
         expected = "<think>" + reasoning["summary"][0]["text"] + "</think>" + message["content"][0]["text"]
         assert [turn.output for turn in rollout.turns] == [expected]
+        assert rollout.turns[0].tool_calls == (), "the items say that no call was made"
         assert rollout.environment == "knights_knaves"
         assert rollout.answer == row["extracted_answer"]
     assert any(note.startswith("5 outputs were put together") for note in batch.notes)
@@ -103,6 +104,17 @@ def test_nemo_gym_groups_and_training_ids(tmp_path: Path) -> None:
     np.testing.assert_array_equal(turn.output_ids, [3, 4, 5])  # type: ignore[arg-type]
     np.testing.assert_allclose(turn.logprobs, [-1.0, -2.0, -0.5])  # type: ignore[arg-type]
     assert turn.output == "a"
+
+
+def test_nemo_gym_items_with_ids_of_their_own_are_turns_of_their_own(tmp_path: Path) -> None:
+    row = nemo_row(1, "a", prompt_token_ids=[1], generation_token_ids=[2])
+    row["response"]["output"] += nemo_row(1, "b", prompt_token_ids=[1, 2], generation_token_ids=[3])["response"][
+        "output"
+    ]
+    [rollout] = only(write(tmp_path / "a.jsonl", row)).rollouts
+    assert [t.output for t in rollout.turns] == ["a", "b"]
+    assert [t.output_ids.tolist() for t in rollout.turns if t.output_ids is not None] == [[2], [3]]
+    assert [t.context_ids.tolist() for t in rollout.turns if t.context_ids is not None] == [[1], [1, 2]]
 
 
 def test_nemo_gym_items_that_are_unknown_or_cut(tmp_path: Path) -> None:

@@ -177,6 +177,10 @@ def test_atropos_masks_in_both_conventions_and_several_turns(tmp_path: Path) -> 
     ids = [5, 6, 7, 8, 9, 10, 11]
     marked = {"tokens": [ids], "masks": [[-100, -100, 7, 8, -100, 10, 11]], "scores": [1.0]}
     binary = {**marked, "masks": [[0, 0, 1, 1, 0, 1, 1]]}
+    zero = {"tokens": [[5, 0, 7]], "masks": [[-100, 0, 7]], "scores": [1.0]}
+    [rollout] = next(from_atropos(write(tmp_path / "a.jsonl", zero))).rollouts
+    assert rollout.turns[0].output_ids is not None
+    assert rollout.turns[0].output_ids.tolist() == [0, 7], "token 0 is a token too"
     for row in (marked, binary):
         [rollout] = next(from_atropos(write(tmp_path / "a.jsonl", row))).rollouts
         assert [t.output_ids.tolist() for t in rollout.turns if t.output_ids is not None] == [[7, 8], [10, 11]]

@@ -77,8 +77,25 @@ def test_tools_become_turns_with_calls_and_observations() -> None:
     assert second.context_messages is not None
     assert [m["role"] for m in second.context_messages] == ["user", "assistant", "tool"]
     # Parquet writes every field into every message; what is null there is not a field.
-    assert "tool_calls" not in second.context_messages[2]
+    assert set(second.context_messages[2]) == {"role", "content", "name"}
+    assert set(second.context_messages[0]) == {"role", "content"}
     assert any("put together" in note for note in batch.notes)
+
+
+def test_arguments_that_another_tool_has_are_not_arguments(tmp_path: Path) -> None:
+    """Parquet gives every call the arguments of all tools, null where they are another tool's."""
+
+    def said(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}]
+
+    prompt = [{"role": "user", "content": "q"}]
+    rows = [
+        {"step": 1, "prompt": prompt, "completion": said("add", {"a": 1, "b": 2}), "r": 0.0},
+        {"step": 1, "prompt": prompt, "completion": said("look", {"what": "it"}), "r": 0.0},
+    ]
+    [batch] = from_trl(write(tmp_path / "completions_00001.parquet", rows))
+    calls = [call for r in batch for turn in r.turns for call in turn.tool_calls or ()]
+    assert [(c.name, c.arguments) for c in calls] == [("add", '{"a": 1, "b": 2}'), ("look", '{"what": "it"}')]
 
 
 def test_null_rewards_are_no_value_and_text_columns_no_reward() -> None:
