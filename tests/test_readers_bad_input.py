@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from collapsediag.errors import CollapsediagError, ReaderError, SettingsError
-from collapsediag.readers import SOURCES, detect_source, from_jsonl, read_rollouts
+from collapsediag.readers import SOURCES, from_jsonl, read_rollouts
 from collapsediag.rollouts import RolloutBatch
 
 ROW = {"prompt": "p", "completion": "c", "reward": 1.0}
@@ -264,37 +264,3 @@ def test_a_wrong_source_is_an_error_not_a_crash(tmp_path: Path) -> None:
             except CollapsediagError as error:
                 outcomes.append("named" if path.name in str(error) else f"{name} {row}: {error}")
     assert set(outcomes) == {"read", "named"}
-
-
-def test_detection_says_why(tmp_path: Path) -> None:
-    data = Path(__file__).parent / "data" / "rollouts"
-    expected = {
-        "verl/verl-0.9.1/v1_rollout_data_dir/40.jsonl": "verl: V1 veRL dump: keys input, output, score, step, gts, uid",
-        "verl/verl-0.4.1": "verl: V0 veRL dump: keys input, output, score, step",
-        "trl/text": "trl: TRL completions: parquet with keys step, prompt, completion",
-        "trl_with_ids/text.jsonl": "jsonl: rollout JSONL: keys prompt, prompt_ids, completion, completion_ids",
-        "simplerl_math_first6.jsonl": (
-            "parallel: parallel lists: 8 texts under 'response' beside the scores under 'score'"
-        ),
-        "atropos_rubiks_2x4.jsonl.gz": (
-            "atropos: Atropos dump: lists of trajectories under keys tokens, masks, scores, messages"
-        ),
-        "reasoning_gym_example_rollouts.jsonl": ("nemo_gym: NeMo-Gym rollouts: keys responses_create_params, response"),
-        "tinker_chat_tool_use.json": "tinker: tinker chat log: keys rollouts, metrics, env_type, env_config",
-    }
-    found = {path: detect_source(data / path) for path in expected}
-    assert {path: f"{f.source}: {f.reason}" for path, f in found.items()} == expected
-    row = {"example_id": 1, "prompt": [], "completion": []}
-    assert detect_source(put(tmp_path / "r.jsonl", json.dumps(row).encode())).source == "verifiers"
-    row = {"question": "q", "rollouts": [{"text": "t"}]}
-    assert detect_source(put(tmp_path / "r.jsonl", json.dumps(row).encode())).source == "nested"
-
-
-def test_a_folder_is_searched_past_metric_logs(tmp_path: Path) -> None:
-    put(tmp_path / "a_metrics.jsonl", b'{"loss": 1.0, "lr": 0.1}\n')
-    with pytest.raises(ReaderError, match="a log of metrics"):
-        detect_source(tmp_path)
-    put(tmp_path / "rollouts" / "b.jsonl", LINE)
-    assert detect_source(tmp_path).source == "jsonl"
-    put(tmp_path / "config.json", b'{"hidden_size": 8}')
-    assert len(read(tmp_path)[0]) == 1

@@ -172,6 +172,14 @@ def test_one_rollout_is_always_kept(tmp_path: Path) -> None:
     assert len(batch) == 1
 
 
+def test_the_limit_in_bytes_is_used_up(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row(1, "x" * 1000, g) for _ in "ab" for g in range(50)])
+    line = path.stat().st_size / 100
+    [batch] = from_jsonl(path, max_step_bytes=int(20.5 * line))
+    assert len(batch) == 20
+    assert len(batch.groups()) == 10
+
+
 def test_limits_hold_for_each_step_by_itself(tmp_path: Path) -> None:
     rows = [row(step, f"{g}", g) for step in (1, 2, 3) for g in range(20)]
     batches = list(from_jsonl(write(tmp_path / "a.jsonl", rows), max_groups=4))

@@ -26,6 +26,17 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
         help="a key by another name, e.g. --map completion=answer_text (repeatable)",
     )
     group.add_argument("--skip-bad-lines", action="store_true", help="read past unreadable lines and count them")
+    group.add_argument(
+        "--repeated-steps",
+        choices=("auto", "last", "merge"),
+        default="auto",
+        help="a step that comes back is a resumed run (last) or another shard (merge) (default: ask where unclear)",
+    )
+    group.add_argument("--plain-prompts", action="store_true", help="take prompts as text, without the chat template")
+    group.add_argument(
+        "--answer-prefix", default="", metavar="TEXT", help="what the run's template put before the answer: '<think>'"
+    )
+    group.add_argument("--no-check-groups", action="store_true", help="let the prompts of one group differ")
 
 
 def key_map(pairs: list[str]) -> dict[str, str]:
@@ -50,5 +61,9 @@ def batches(args: argparse.Namespace, **options: Any) -> Iterator[RolloutBatch]:
         source=args.source,
         key_map=key_map(args.map),
         skip_bad_lines=args.skip_bad_lines,
+        repeated_steps=args.repeated_steps,
+        plain_prompts=args.plain_prompts,
+        answer_prefix=args.answer_prefix,
+        check_groups=not args.no_check_groups,
         **options,
     )

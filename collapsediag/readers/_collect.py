@@ -131,7 +131,7 @@ class StepCollector:
             raise row.error(
                 f"group {rollout.group!r} has another prompt here than in {where}. All rollouts of one group are "
                 "samples of one prompt; the dump's ids or its rows are mixed up. If prompts of a group differ on "
-                "purpose: check_groups=False."
+                "purpose: check_groups=False (--no-check-groups)."
             )
 
     def finish(self, extra_dropped: Mapping[str, int], extra_notes: Sequence[str]) -> RolloutBatch:
