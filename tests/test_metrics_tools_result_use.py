@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collapsediag.metrics.result_use import Event, judge_results
+from collapsediag.metrics.result_use import _WORD, Event, _words, judge_results
 from collapsediag.metrics.tool_parsers import make_call
 from collapsediag.metrics.tool_use import _RolloutReader, read_tool_use
 from collapsediag.rollouts import Rollout, Turn
@@ -133,6 +133,14 @@ def test_a_slow_second_opinion_agrees_on_random_rollouts() -> None:
         assert judge_results(events) == expected, events
         seen.update(expected)
     assert min(seen[True], seen[False], seen[None]) > 50
+
+
+def test_the_fast_way_of_cutting_ascii_words_is_the_pattern() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        text = "".join(map(chr, rng.integers(0, 128, size=40)))
+        assert _words(text) == _WORD.findall(text)
+    assert _words("naïve 東京 x_1") == ["naïve", "東", "京", "x_1"]
 
 
 def test_time_is_linear_in_the_rollout() -> None:

@@ -30,11 +30,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
 from typing import Literal
+
+import numpy as np
 
 # What happened, in order: text the policy saw, text it wrote, and the text of one tool result.
 Event = tuple[Literal["seen", "wrote", "result"], str]
-_Key = tuple[str, ...]
+_Gram = tuple[str, ...]
 
 NGRAM = 3
 MIN_DIGITS = 3
@@ -44,42 +48,75 @@ MIN_IDENTIFIER = 4
 # Chinese characters and Japanese kana are words of their own: those scripts put no space between words.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+")
 _NUMBER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?<![\w.])\d+(?:\.\d+)?")
+_DIGIT = re.compile(r"\d")
+_LETTER = re.compile(r"[^\W\d_]")
 # The word that opens a sentence of prose: a small letter follows. The entries of a list open lines too, and are names.
 _SENTENCE_START = re.compile(r"(?:\A|[.!?]\s|\n)\s*\w+(?=,?\s+[a-z])")
 
 
-def _grams(words: Sequence[str]) -> Iterable[_Key]:
+_ASCII_SPACED = bytes(i if chr(i).isalnum() or chr(i) == "_" else 32 for i in range(128)) + bytes([32] * 128)
+
+
+def _words(text: str) -> list[str]:
+    """All words in order. Most text is ASCII, which a byte table cuts several times faster than the pattern does."""
+    if text.isascii():
+        return text.encode("ascii").translate(_ASCII_SPACED).decode("ascii").split()
+    return _WORD.findall(text)
+
+
+def _grams(words: Sequence[str]) -> Iterable[_Gram]:
     return zip(*(words[i:] for i in range(NGRAM)), strict=False)
 
 
-def _numbers(text: str) -> set[_Key]:
-    """Numbers as keys. "711,407" is read both ways, as one number and as a list of two: JSON has no space there."""
-    found: set[_Key] = set()
+def _numbers(text: str) -> set[str]:
+    """Numbers of enough digits. "711,407" is read both ways, as one number and as a list of two: JSON may have no space
+    there.
+    """
+    found: set[str] = set()
     for token in _NUMBER.findall(text):
-        parts = [token.replace(",", ""), *(token.split(",") if "," in token else ())]
+        parts = [token.replace(",", ""), *token.split(",")] if "," in token else [token]
         for part in parts:
-            plain = part.rstrip("0").rstrip(".") if "." in part else part
-            if sum(c.isdigit() for c in part) >= MIN_DIGITS:
-                found.add(("number", plain))
+            if len(part) - part.count(".") >= MIN_DIGITS:
+                found.add(part.rstrip("0").rstrip(".") if "." in part else part)
     return found
 
 
-def _names(text: str) -> set[str]:
-    """Words that look like names or identifiers; the words that open sentences are cut away first."""
-    return {
-        word
-        for word in set(_WORD.findall(_SENTENCE_START.sub(" ", text)))
-        if (len(word) >= MIN_NAME and word != word.lower() and not any(c.isdigit() for c in word))
-        or (len(word) >= MIN_IDENTIFIER and any(c.isdigit() for c in word) and any(c.isalpha() for c in word))
-    }
+def _is_name(word: str) -> bool:
+    """Looks like a name (a capital letter) or an identifier (letters and digits)."""
+    if word.isalpha() and word.islower():  # most words
+        return False
+    if _DIGIT.search(word):
+        return len(word) >= MIN_IDENTIFIER and _LETTER.search(word) is not None
+    return len(word) >= MIN_NAME and word != word.lower()
 
 
-def _written_keys(text: str, words: Sequence[str]) -> set[_Key]:
-    """Everything in the policy's text that could be a span of a result."""
-    keys: set[_Key] = set(_grams([word.casefold() for word in words]))
-    keys.update(("name", word) for word in words)
-    keys.update(_numbers(text))
-    return keys
+@dataclass
+class _Spans:
+    """Spans of one text, or of many with the number of the result that owns each."""
+
+    numbers: dict[str, int] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+    grams: dict[_Gram, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.names or self.grams)
+
+    def add(self, other: _Spans) -> None:
+        self.numbers.update(other.numbers)
+        self.names.update(other.names)
+        self.grams.update(other.grams)
+
+    def owners_in(self, text: str) -> set[int]:
+        """The results whose spans a text of the policy repeats."""
+        found: set[int] = set()
+        words = _words(text)
+        found.update(self.names[name] for name in self.names.keys() & set(words))
+        if self.numbers and _DIGIT.search(text):
+            found.update(self.numbers[number] for number in self.numbers.keys() & _numbers(text))
+        if self.grams:
+            folded = _words(text.casefold())
+            found.update(self.grams[gram] for gram in self.grams.keys() & set(_grams(folded)))
+        return found
 
 
 class _Memory:
@@ -87,22 +124,26 @@ class _Memory:
 
     def __init__(self) -> None:
         self.words: set[str] = set()
-        self.keys: set[_Key] = set()
+        self.numbers: set[str] = set()
 
-    def specific(self, text: str) -> set[_Key]:
-        """Spans of `text` that occurred nowhere so far."""
-        words = [word.casefold() for word in _WORD.findall(text)]
+    def specific(self, text: str, owner: int) -> _Spans:
+        """Spans of a result's text that occurred nowhere so far."""
+        words = _words(text.casefold())
         new_words = set(words) - self.words
-        if not new_words and not _numbers(text) - self.keys:
-            return set()
-        keys: set[_Key] = {gram for gram in _grams(words) if not new_words.isdisjoint(gram)}
-        keys.update(_numbers(text) - self.keys)
-        keys.update(("name", name) for name in _names(text) if name.casefold() in new_words)
-        return keys
+        spans = _Spans(numbers=dict.fromkeys(_numbers(text) - self.numbers, owner))
+        if new_words:
+            is_new = np.fromiter(map(new_words.__contains__, words), dtype=np.bool_, count=len(words))
+            n_grams = max(len(words) - NGRAM + 1, 0)
+            holds_new = np.logical_or.reduce([is_new[i : i + n_grams] for i in range(NGRAM)]).tolist()
+            spans.grams = dict.fromkeys(compress(_grams(words), holds_new), owner)
+            inside = set(_words(_SENTENCE_START.sub(" ", text)))
+            spans.names = {w: owner for w in inside if _is_name(w) and w.casefold() in new_words}
+        return spans
 
     def add(self, text: str) -> None:
-        self.words.update(word.casefold() for word in _WORD.findall(text))
-        self.keys.update(_numbers(text))
+        self.words.update(_words(text.casefold()))
+        if _DIGIT.search(text):
+            self.numbers |= _numbers(text)
 
 
 def judge_results(events: Sequence[Event]) -> tuple[bool | None, ...]:
@@ -116,20 +157,21 @@ def judge_results(events: Sequence[Event]) -> tuple[bool | None, ...]:
     (False,)
     """
     memory = _Memory()
-    owner: dict[_Key, int] = {}  # a span that is new in one result is not new in a later one, so it has one owner
+    owned = _Spans()  # a span that is new in one result is not new in a later one, so it has one owner
     holds_span: list[bool] = []
     spoken_after = 0  # how many of the results were followed by words of the policy
     used: set[int] = set()
-    for kind, text in events:
+    last_result = max((at for at, (kind, _) in enumerate(events) if kind == "result"), default=-1)
+    for at, (kind, text) in enumerate(events):
         if kind == "result":
-            keys = memory.specific(text)
-            owner.update(dict.fromkeys(keys, len(holds_span)))
-            holds_span.append(bool(keys))
+            spans = memory.specific(text, len(holds_span))
+            owned.add(spans)
+            holds_span.append(bool(spans))
         elif kind == "wrote":
-            words = _WORD.findall(text)
-            if words:
+            if _WORD.search(text):
                 spoken_after = len(holds_span)
-            if owner:
-                used.update(owner[key] for key in owner.keys() & _written_keys(text, words))
-        memory.add(text)
+            if owned:
+                used |= owned.owners_in(text)
+        if at < last_result:  # what is said after the last result makes nothing known to any other
+            memory.add(text)
     return tuple((i in used) if holds and i < spoken_after else None for i, holds in enumerate(holds_span))
