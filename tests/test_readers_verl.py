@@ -115,6 +115,14 @@ def test_two_prompts_under_one_id_are_an_error_that_names_both_lines(tmp_path: P
     assert (len(batch), batch.dropped) == (1, {"bad_line": 1})
 
 
+def test_further_outputs_of_a_session_have_prompts_of_their_own(tmp_path: Path) -> None:
+    row = {"output": "b", "score": 0.0, "step": 1}
+    rows = [{**row, "input": "one", "uid": "p_0_0"}, {**row, "input": "one b and more", "uid": "p_0_1"}]
+    [batch] = from_verl(write(tmp_path / "1.jsonl", rows))
+    assert batch.groups() == {"p": [0, 1]}
+    assert any(note.startswith("1 rows are further outputs of a session") for note in batch.notes)
+
+
 def test_extras_keep_their_type(tmp_path: Path) -> None:
     row = {"input": "q", "output": "a", "score": float("nan"), "step": 1, "acc": "True", "pred": "72", "len": 3}
     row |= {"gts": ["72"], "feedback": "good", "judge": None, "ok": True}

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,6 +58,11 @@ class Source(ABC):
     @abstractmethod
     def parse(self, row: Row) -> Parsed:
         """The rollouts of one row. Raises ReaderError, or RolloutError where a type refuses the values."""
+
+    def value(self, row: Row, name: str, convert: Callable[[Row, str, Any], Any]) -> Any:
+        """The row's value under our `name`, converted; None where it is absent or null."""
+        found = self.fields.find(row, name)
+        return None if found is None else convert(row, *found)
 
     def begin_step(self) -> None:  # noqa: B027  (most sources have nothing to do)
         """Called before the first row of each step; for sources that remember the row before."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from collapsediag.readers._fields import as_floats, as_ids, as_integer, as_list, as_number
+from collapsediag.readers._fields import as_floats, as_ids, as_integer, as_list, as_name, as_number
 from collapsediag.readers._generic_turns import with_text
 from collapsediag.readers._messages import POLICY_ROLES, Message, as_messages, turns_from_messages
 from collapsediag.readers._read import read_source
@@ -56,7 +56,7 @@ class AtroposSource(Source):
     def parse(self, row: Row) -> Parsed:
         """One group: a rollout for each trajectory."""
         columns = self._columns(row)
-        step, name = self.fields.find(row, "step"), self.fields.find(row, "environment")
+        environment = self.value(row, "environment", as_name)
         metadata = {key: value for key, value in row.data.items() if key not in _NOT_KEPT and value is not None}
         rollouts = []
         notes: list[str] = []
@@ -68,14 +68,14 @@ class AtroposSource(Source):
                 Rollout(
                     turns=turns,
                     group=self.row_group(row),
-                    environment=None if name is None else str(name[1]),
+                    environment=environment,
                     reward=as_number(row, f"scores[{i}]", score),
                     id=f"{row.number}/{i}",
                     metadata=metadata,
                 )
             )
         return Parsed(
-            None if step is None else as_integer(row, *step),
+            self.value(row, "step", as_integer),
             rollouts,
             dropped={} if rollouts else {"empty_group": 1},
             notes=notes,

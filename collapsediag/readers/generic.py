@@ -61,7 +61,7 @@ class GenericSource(Source):
     def parse(self, row: Row) -> Parsed:
         """One rollout."""
         turns, notes = turns_of(row, self.fields, self.options)
-        group = self._value(row, "group", as_group)
+        group = self.value(row, "group", as_group)
         named = group is not None
         if group is None:
             group = self._group_by_prompt(row, turns)
@@ -70,26 +70,22 @@ class GenericSource(Source):
         rollout = Rollout(
             turns=turns,
             group=group,
-            environment=self._value(row, "environment", as_text),
+            environment=self.value(row, "environment", as_text),
             reward=reward,
             rewards=rewards,
-            success=self._value(row, "success", as_boolean),
-            answer=self._value(row, "answer", as_name),
-            advantage=self._value(row, "advantage", as_number),
-            id=self._value(row, "id", as_name),
+            success=self.value(row, "success", as_boolean),
+            answer=self.value(row, "answer", as_name),
+            advantage=self.value(row, "advantage", as_number),
+            id=self.value(row, "id", as_name),
             metadata=self._metadata(row),
         )
         return Parsed(
-            self._value(row, "step", as_integer),
+            self.value(row, "step", as_integer),
             [rollout],
             notes=notes + note,
             batch=self._batch(row),
             named_group=named,
         )
-
-    def _value(self, row: Row, name: str, convert: Any) -> Any:
-        found = self.fields.find(row, name)
-        return None if found is None else convert(row, *found)
 
     def _group_by_prompt(self, row: Row, turns: Any) -> str:
         first = turns[0]
@@ -121,13 +117,13 @@ class GenericSource(Source):
 
     def _batch(self, row: Row) -> dict[str, Any]:
         batch: dict[str, Any] = {}
-        temperature = self._value(row, "temperature", as_number)
+        temperature = self.value(row, "temperature", as_number)
         if temperature is not None:
             batch["temperature"] = temperature
-        limit = self._value(row, "max_output_tokens", as_integer)
+        limit = self.value(row, "max_output_tokens", as_integer)
         if limit is not None:
             batch["max_output_tokens"] = limit
-        eos = self._value(row, "eos_token_ids", as_ids)
+        eos = self.value(row, "eos_token_ids", as_ids)
         if eos is not None:
             batch["eos_token_ids"] = tuple(eos.tolist())
         return batch
@@ -135,7 +131,7 @@ class GenericSource(Source):
     def _metadata(self, row: Row) -> dict[str, Any]:
         used = self.fields.used_keys()
         metadata = {key: value for key, value in row.data.items() if key not in used}
-        metadata.update(self._value(row, "metadata", as_object) or {})
+        metadata.update(self.value(row, "metadata", as_object) or {})
         for name in ("mode", "tools"):
             found = self.fields.find(row, name)
             if found is not None:

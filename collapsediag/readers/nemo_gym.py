@@ -46,7 +46,7 @@ class NemoGymSource(Source):
 
     def parse(self, row: Row) -> Parsed:
         """One rollout."""
-        request, response = self._value(row, "request", as_object), self._value(row, "response", as_object)
+        request, response = self.value(row, "request", as_object), self.value(row, "response", as_object)
         if request is None or response is None:
             raise row.missing(
                 "responses_create_params" if request is None else "response",
@@ -54,32 +54,28 @@ class NemoGymSource(Source):
             )
         turns, rebuilt = _turns(row, request, response)
         if not turns:
-            return Parsed(self._value(row, "step", as_integer), dropped={"no_output": 1})
-        group = self._value(row, "group", as_group)
+            return Parsed(self.value(row, "step", as_integer), dropped={"no_output": 1})
+        group = self.value(row, "group", as_group)
         notes = [_REBUILT] if rebuilt else []
         if group is None:
             notes.append("{n} rollouts have no _ng_task_index: grouped by identical input")
         rollout = Rollout(
             turns=turns,
             group=prompt_digest(turns[0]) if group is None else group,
-            environment=self._value(row, "environment", as_name),
-            reward=self._value(row, "reward", as_number),
+            environment=self.value(row, "environment", as_name),
+            reward=self.value(row, "reward", as_number),
             rewards=self._components(row),
-            answer=self._value(row, "answer", as_name),
-            id=self._value(row, "id", as_name),
+            answer=self.value(row, "answer", as_name),
+            id=self.value(row, "id", as_name),
             metadata=_metadata(row, request),
         )
         return Parsed(
-            self._value(row, "step", as_integer),
+            self.value(row, "step", as_integer),
             [rollout],
             notes=notes,
             batch=_batch(row, response),
             named_group=group is not None,
         )
-
-    def _value(self, row: Row, name: str, convert: Any) -> Any:
-        found = self.fields.find(row, name)
-        return None if found is None else convert(row, *found)
 
     def _components(self, row: Row) -> dict[str, float | None]:
         """The verifier's own numbers beside the reward."""

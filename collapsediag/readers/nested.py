@@ -59,14 +59,13 @@ class NestedSource(Source):
         found = self.fields.find(row, "rollouts")
         if found is None:
             raise row.missing("rollouts", "Name the list of samples in the key map (rollouts=...).")
-        step = self.fields.find(row, "step")
         context = question_context(row, self.fields, self.options)
         rollouts = []
         for i, sample in enumerate(as_list(row, *found)):
             where = f"{found[0]}[{i}]"
             rollouts.append(self._rollout(row, where, as_object(row, where, sample), context))
         return Parsed(
-            None if step is None else as_integer(row, *step),
+            self.value(row, "step", as_integer),
             rollouts,
             dropped={} if rollouts else {"empty_group": 1},
             notes=[WRAPPED] * len(rollouts) if is_wrapped(context) else [],
@@ -84,13 +83,12 @@ class NestedSource(Source):
                 "Name the text of a sample in the key map: completion=..."
             )
         rewards = value("rewards", as_rewards) or {}
-        environment = self.fields.find(row, "environment")
         success = value("success", as_boolean)
         reward = value("reward", as_number)
         return Rollout(
             turns=(Turn(output=output, finish_reason=value("finish_reason", as_text), **context),),
             group=self.row_group(row),
-            environment=None if environment is None else as_text(row, *environment),
+            environment=self.value(row, "environment", as_text),
             reward=float(success) if reward is None and success is not None else reward,
             rewards=rewards,
             success=success,

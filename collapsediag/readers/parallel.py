@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from collapsediag.readers._fields import as_integer, as_list, as_number, as_text
+from collapsediag.readers._fields import as_integer, as_list, as_name, as_number, as_text
 from collapsediag.readers._questions import QUESTION_KEYS, SYSTEM_KEYS, WRAPPED, is_wrapped, question_context
 from collapsediag.readers._read import read_source
 from collapsediag.readers._rows import Row
@@ -45,13 +45,12 @@ class ParallelSource(Source):
 
     def parse(self, row: Row) -> Parsed:
         """One group: a rollout for each response."""
-        step = self.fields.find(row, "step")
         context = question_context(row, self.fields, self.options)
         lists = self._lists(row)
         outputs = lists.pop("completion")
-        name = self.fields.find(row, "environment")
+        environment = self.value(row, "environment", as_text)
         metadata = {key: value for key, value in row.data.items() if key not in _NOT_KEPT | self.fields.used_keys()}
-        identifier = self.fields.find(row, "id")
+        identifier = self.value(row, "id", as_name)
         rollouts = []
         for i, output in enumerate(outputs):
             here = {field: values[i] for field, values in lists.items()}
@@ -61,16 +60,16 @@ class ParallelSource(Source):
                 Rollout(
                     turns=(turn,),
                     group=self.row_group(row),
-                    environment=None if name is None else as_text(row, *name),
+                    environment=environment,
                     reward=None if score is None else as_number(row, f"{self._keys['reward']}[{i}]", score),
                     success=score if isinstance(score, bool) else None,
                     answer=here["answer"] if isinstance(here.get("answer"), str) else None,
-                    id=None if identifier is None else f"{identifier[1]}/{i}",
+                    id=None if identifier is None else f"{identifier}/{i}",
                     metadata=metadata,
                 )
             )
         return Parsed(
-            None if step is None else as_integer(row, *step),
+            self.value(row, "step", as_integer),
             rollouts,
             dropped={} if rollouts else {"empty_group": 1},
             notes=[WRAPPED] * len(rollouts) if is_wrapped(context) else [],

@@ -49,7 +49,7 @@ class TinkerSource(Source):
         conversations = as_list(row, *found)
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
-        step, name, group = (self.fields.find(row, key) for key in ("step", "environment", "group"))
+        group = self.value(row, "group", as_group)
         rewards, reward = self._rewards(row)
         notes = [] if reward is not None else [_NO_TOTAL.replace("{names}", ", ".join(rewards))]
         rollouts = []
@@ -67,16 +67,14 @@ class TinkerSource(Source):
             rollouts.append(
                 Rollout(
                     turns=turns,
-                    group=prompt_digest(turns[0]) if group is None else as_group(row, *group),
-                    environment=None if name is None else as_name(row, *name),
+                    group=prompt_digest(turns[0]) if group is None else group,
+                    environment=self.value(row, "environment", as_name),
                     reward=reward,
                     rewards=rewards,
                     metadata={"env_config": row.data["env_config"]} if "env_config" in row.data else {},
                 )
             )
-        return Parsed(
-            None if step is None else as_integer(row, *step), rollouts, notes=notes, named_group=group is not None
-        )
+        return Parsed(self.value(row, "step", as_integer), rollouts, notes=notes, named_group=group is not None)
 
     def _rewards(self, row: Row) -> tuple[dict[str, float | None], float | None]:
         found = self.fields.find(row, "rewards")

@@ -89,23 +89,22 @@ class TrlSource(Source):
             self._prompt = prompt[1]
             self._group += 1
         turns, notes = self._turns(row)
-        group = self.fields.find(row, "group")
+        group = self.value(row, "group", as_group)
         if group is None:
             notes.append("{n} rollouts have no group id: consecutive rows of one prompt are one group")
         rewards, metadata = self._columns(row)
         reward, reward_note = self._total(row, rewards)
-        step, advantage, answer = (self.fields.find(row, name) for name in ("step", "advantage", "answer"))
         rollout = Rollout(
             turns=turns,
-            group=self._group if group is None else as_group(row, *group),
+            group=self._group if group is None else group,
             reward=reward,
             rewards=rewards,
-            advantage=None if advantage is None else as_number(row, *advantage),
-            answer=None if answer is None else as_text(row, *answer),
+            advantage=self.value(row, "advantage", as_number),
+            answer=self.value(row, "answer", as_text),
             metadata=metadata,
         )
         return Parsed(
-            None if step is None else as_integer(row, *step),
+            self.value(row, "step", as_integer),
             [rollout],
             notes=notes + reward_note,
             named_group=group is not None,

@@ -46,7 +46,7 @@ class VerifiersSource(Source):
 
     def parse(self, row: Row) -> Parsed:
         """One rollout; none where the environment failed before the policy wrote anything."""
-        step = self._value(row, "step", as_integer)
+        step = self.value(row, "step", as_integer)
         for name in ("prompt", "completion"):
             if self.fields.find(row, name) is None:
                 if row.data.get("error"):
@@ -57,32 +57,28 @@ class VerifiersSource(Source):
             return Parsed(step, dropped={"failed_rollout": 1})
         if not turns:
             raise row.error("'completion' holds no message of the assistant.")
-        group = self._value(row, "group", as_group)
+        group = self.value(row, "group", as_group)
         notes = ["{n} outputs were put together from reasoning, text and tool calls: their syntax is a guess"] * rebuilt
         if group is None:
             notes.append("{n} rollouts have no example_id: grouped by identical prompt")
-        environment = self._value(row, "environment", as_name)
+        environment = self.value(row, "environment", as_name)
         rollout = Rollout(
             turns=turns,
             # Example ids count from 0 in every environment, so that two environments may share one.
             group=prompt_digest(turns[0]) if group is None else (f"{environment}/{group}" if environment else group),
             environment=environment,
-            reward=self._value(row, "reward", as_number),
+            reward=self.value(row, "reward", as_number),
             rewards=self._components(row),
-            advantage=self._value(row, "advantage", as_number),
+            advantage=self.value(row, "advantage", as_number),
             metadata=self._metadata(row),
         )
         return Parsed(step, [rollout], notes=notes, named_group=group is not None)
-
-    def _value(self, row: Row, name: str, convert: Any) -> Any:
-        found = self.fields.find(row, name)
-        return None if found is None else convert(row, *found)
 
     def _turns(self, row: Row) -> tuple[tuple[Turn, ...], bool]:
         prompt, completion = self.fields.find(row, "prompt"), self.fields.find(row, "completion")
         assert prompt is not None
         assert completion is not None
-        cut = self._value(row, "truncated", as_boolean)
+        cut = self.value(row, "truncated", as_boolean)
         ending: dict[str, Any] = {} if cut is None else {"finish_reason": "length" if cut else "stop"}
         if isinstance(completion[1], str):
             context: dict[str, Any] = (
@@ -100,7 +96,7 @@ class VerifiersSource(Source):
 
     def _components(self, row: Row) -> dict[str, float | None]:
         """`metrics` where it is, else the number columns that are not timings."""
-        metrics = self._value(row, "rewards", as_rewards)
+        metrics = self.value(row, "rewards", as_rewards)
         if metrics is not None:
             return dict(metrics)
         used = self.fields.used_keys() | _NOT_REWARDS

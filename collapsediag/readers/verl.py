@@ -25,6 +25,8 @@ from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 
 _UID = re.compile(r"(?P<prompt>.+)_(?P<session>\d+)_(?P<index>\d+)", re.DOTALL)
 _ROLE_LINES = frozenset({"system", "user", "assistant", "tool"})
+_BY_PROMPT = "{n} rollouts have no group id (a V0 dump): grouped by identical prompt text"
+_FURTHER = "{n} rows are further outputs of a session (uid index above 0): each counts as a rollout of its own"
 _TEXT_EXTRAS = ("gts", "request_id", "uid", "data_source")
 
 
@@ -52,38 +54,29 @@ class VerlSource(Source):
 
     def parse(self, row: Row) -> Parsed:
         """One rollout, or none where the row is padding."""
-        step = self._value(row, "step", as_integer)
+        step = self.value(row, "step", as_integer)
         prompt, output = self._texts(row)
-        uid = self._value(row, "group", as_text)
+        uid = self.value(row, "group", as_text)
         if uid is not None and uid.startswith("pad") and not prompt and not output:
             return Parsed(step, dropped={"padding_row": 1})
-        messages = messages_from_stripped(prompt)
-        turn = Turn(context=prompt, output=output, context_messages=messages)
-        notes = []
-        if uid is None:
-            group = prompt_digest(Turn(context=prompt, output=""))
-            notes.append("{n} rollouts have no group id (a V0 dump): grouped by identical prompt text")
-        else:
-            parts = _UID.fullmatch(uid)
-            group = parts["prompt"] if parts else uid
+        turn = Turn(context=prompt, output=output, context_messages=messages_from_stripped(prompt))
+        parts = None if uid is None else _UID.fullmatch(uid)
+        further = parts is not None and int(parts["index"]) > 0
+        notes = [_FURTHER] if further else [_BY_PROMPT] if uid is None else []
         success, extras, metadata = self._extras(row)
         metadata[STRIPPED] = True
         rollout = Rollout(
             turns=(turn,),
-            group=group,
-            environment=self._value(row, "environment", as_text),
-            reward=self._reward(row),
+            group=parts["prompt"] if parts else uid or prompt_digest(turn),
+            environment=self.value(row, "environment", as_text),
+            reward=self.value(row, "reward", as_number),
             rewards=extras,
             success=success,
             answer=self._answer(row),
-            id=uid or self._value(row, "id", as_text),
+            id=uid or self.value(row, "id", as_text),
             metadata=metadata,
         )
-        return Parsed(step, [rollout], notes=notes, named_group=uid is not None)
-
-    def _value(self, row: Row, name: str, convert: Any) -> Any:
-        found = self.fields.find(row, name)
-        return None if found is None else convert(row, *found)
+        return Parsed(step, [rollout], notes=notes, named_group=uid is not None and not further)
 
     def _texts(self, row: Row) -> tuple[str, str]:
         texts = []
@@ -94,10 +87,6 @@ class VerlSource(Source):
                 raise row.missing(key, "A veRL dump has 'input', 'output', 'score' and 'step' in every row.")
             texts.append(as_text(row, *found))
         return texts[0], texts[1]
-
-    def _reward(self, row: Row) -> float | None:
-        found = self.fields.find(row, "reward")
-        return None if found is None else as_number(row, *found)
 
     def _answer(self, row: Row) -> str | None:
         found = self.fields.find(row, "answer")
