@@ -49,6 +49,7 @@ CASES: list[tuple[str, str | None, str | None]] = [
     ("<think>a<think>b</think><answer>4</answer>", None, "repeated_think"),
     ("<think>a</think><think>b</think><answer>4</answer>", None, "repeated_think"),
     ("<think>a</think></think><answer>4</answer>", None, "repeated_think"),
+    ("<think>a</think><answer>4</answer><think>b", None, "repeated_think"),
     ("<think>a</think>4", None, "no_answer"),
     ("<think><answer>4</answer></think>", None, "no_answer"),
     ("<think>a</think><answer>4", None, "unclosed_answer"),

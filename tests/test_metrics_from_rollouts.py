@@ -44,7 +44,7 @@ class Letters:
         return {"input_ids": [[ord(c) for c in text] for text in texts]}
 
     def decode(self, ids: list[int]) -> str:
-        return "".join("<|im_end|>" if i == 0 else chr(i) for i in ids)
+        return "".join("[END]" if i == 0 else chr(i) for i in ids)
 
 
 def ids(text: str, end: bool = False) -> list[int]:
@@ -299,6 +299,9 @@ def test_groups_of_one_prompt_are_not_different_prompts() -> None:
 def test_an_answer_that_the_source_states_is_believed() -> None:
     rows = batch(rollout("so 4", answer="5"), rollout("so 5"), rollout("no", answer="5.0"))
     assert cd.rollout_metrics(rows)["diversity/distinct_answers_per_group"] == 1.0
+    empty = cd.rollout_metrics(batch(rollout("<answer> </answer>"), rollout("4"), rollout("5", answer="")))
+    assert empty["diversity/unanswered_fraction"] == pytest.approx(2 / 3)
+    assert empty["diversity/distinct_answers_per_group"] == 1.0
     last_word = cd.rollout_metrics(rows, answer=lambda text: text.split()[0])
     assert last_word["diversity/distinct_answers_per_group"] == 2.0
 

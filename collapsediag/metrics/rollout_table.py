@@ -130,9 +130,8 @@ class RolloutTable:
         """("length", tokens) or ("length_words", words) of every turn, or None: the two are never mixed."""
         tokens = self.n_tokens_T.copy()
         missing = np.flatnonzero(np.isnan(tokens)).tolist()
-        texts = [self.output_T[t] for t in missing]
-        if missing and self.tokenizer is not None and None not in texts:
-            tokens[missing] = _token_counts(self.tokenizer, [text for text in texts if text is not None])
+        if missing and self.tokenizer is not None:  # a turn without ids has its text
+            tokens[missing] = _token_counts(self.tokenizer, [self.output_T[t] or "" for t in missing])
         if not np.isnan(tokens).any():
             return "length", tokens
         if None in self.output_T:
