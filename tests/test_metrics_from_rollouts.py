@@ -266,12 +266,17 @@ def test_distinct_tool_sequences() -> None:
         return f"<think>a</think><search>{query}</search>"
 
     values = cd.rollout_metrics(
-        batch(rollout(search("x"), 0), rollout(search("x "), 0), rollout(search("y"), 0), rollout("none", 1))
+        batch(rollout(search("x"), 0), rollout(search("x "), 0), rollout(search("y"), 0), *[rollout("none", 1)] * 2)
     )
     assert values["diversity/distinct_tool_sequences_per_group"] == (2 + 1) / 2
+    assert values["n_single_groups"] == 0.0
     given = [cd.ToolCall(name="add", arguments='{"a":1}'), cd.ToolCall(name="add", arguments='{"a":2}')]
     rows = [rollout("", 0, tool_calls=tuple(calls)) for calls in (given, given[::-1], given[:1], given)]
     assert cd.rollout_metrics(batch(*rows))["diversity/distinct_tool_sequences_per_group"] == 3.0
+    single = cd.rollout_report(batch(rollout(search("x"), 0), rollout(search("y"), 1)))
+    assert single.values["n_single_groups"] == 2.0
+    for name in ("distinct_tool_sequences_per_group", "identical_completion_fraction"):
+        assert single.not_measured[f"diversity/{name}"] == "no group has two rollouts"
     silent = cd.rollout_report(batch(rollout("a", 0)))
     assert silent.not_measured["diversity/distinct_tool_sequences_per_group"] == "no rollout calls a tool"
 
@@ -299,9 +304,11 @@ def test_groups_of_one_prompt_are_not_different_prompts() -> None:
 def test_an_answer_that_the_source_states_is_believed() -> None:
     rows = batch(rollout("so 4", answer="5"), rollout("so 5"), rollout("no", answer="5.0"))
     assert cd.rollout_metrics(rows)["diversity/distinct_answers_per_group"] == 1.0
-    empty = cd.rollout_metrics(batch(rollout("<answer> </answer>"), rollout("4"), rollout("5", answer="")))
-    assert empty["diversity/unanswered_fraction"] == pytest.approx(2 / 3)
-    assert empty["diversity/distinct_answers_per_group"] == 1.0
+    blank = batch(rollout("<answer> </answer>"), rollout("4"), rollout("5", answer=""), rollout("4.0"))
+    assert cd.rollout_metrics(blank)["diversity/unanswered_fraction"] == 0.5
+    assert cd.rollout_metrics(blank)["diversity/distinct_answers_per_group"] == 1.0
+    one = cd.rollout_report(batch(rollout("4"), rollout("none")))
+    assert one.not_measured["diversity/distinct_answers_per_group"].startswith("no group has two rollouts with a")
     last_word = cd.rollout_metrics(rows, answer=lambda text: text.split()[0])
     assert last_word["diversity/distinct_answers_per_group"] == 2.0
 

@@ -20,29 +20,34 @@ from collapsediag.metrics.registry import MetricInfo, register
 
 
 def distinct_per_group(labels_N: Sequence[Hashable | None], group_N: IntArray) -> FloatArray:
-    """[G] number of distinct labels of each group; NaN for a group in which every label is None.
+    """[G] number of distinct labels of each group; NaN for a group with fewer than two labels: one cannot differ.
 
     labels_N: normalised answers, tool sequences, ...; None where a rollout has none: left out.
 
-    >>> distinct_per_group(["4", "4", "5", None], np.array([0, 0, 0, 1])).tolist()
+    >>> distinct_per_group(["4", "4", "5", None, "4"], np.array([0, 0, 0, 1, 1])).tolist()
     [2.0, nan]
     """
-    seen: dict[int, set[Hashable]] = {}
+    labels: dict[int, list[Hashable]] = {}
     for label, group in zip(labels_N, group_N.tolist(), strict=True):
         if label is not None:
-            seen.setdefault(group, set()).add(label)
+            labels.setdefault(group, []).append(label)
     n_groups = int(group_N.max()) + 1 if group_N.size else 0
-    return np.array([len(seen[g]) if g in seen else np.nan for g in range(n_groups)], dtype=np.float64)
+    several = {group: len(set(found)) for group, found in labels.items() if len(found) > 1}
+    return np.array([several.get(g, np.nan) for g in range(n_groups)], dtype=np.float64)
 
 
-def identical_fraction(completions_N: Sequence[Hashable], group_N: IntArray) -> float:
+def identical_fraction(completions_N: Sequence[Hashable], group_N: IntArray) -> float | None:
     """Share of completions that are identical to another one of their group. 1 in a group of copies.
 
-    >>> identical_fraction(["a", "a", "b", "a"], np.array([0, 0, 0, 1]))
-    0.5
+    Groups of one rollout are left out; None where no other is left.
+
+    >>> identical_fraction(["a", "a", "b", "b", "a"], np.array([0, 0, 0, 0, 1]))
+    1.0
     """
     count = Counter(zip(group_N.tolist(), completions_N, strict=True))
-    return sum(n for n in count.values() if n > 1) / len(completions_N)
+    size = np.bincount(group_N)
+    n = int(size[size > 1].sum())
+    return sum(n for n in count.values() if n > 1) / n if n else None
 
 
 def identical_across_fraction(completions_N: Sequence[Hashable], prompt_N: Sequence[Hashable]) -> float:
@@ -107,8 +112,8 @@ _register(
     "Distinct answers per prompt",
     "count",
     "down",
-    "Mean over prompts of the number of distinct final answers (case, white space and the spelling of numbers "
-    "unified). 1 is healthy where the prompt is solved, and collapse where it is not.",
+    "Mean over prompts (with two answers or more) of the number of distinct final answers (case, white space and the "
+    "spelling of numbers unified). 1 is healthy where the prompt is solved, and collapse where it is not.",
     _ANSWERS,
 )
 _register(
@@ -124,8 +129,8 @@ _register(
     "Distinct tool sequences per prompt",
     "count",
     "down",
-    "Mean over prompts of the number of distinct sequences of calls (tool and arguments, in order); no call at all is "
-    "a sequence too. Given only where the batch has a call.",
+    "Mean over prompts (of two rollouts or more) of the number of distinct sequences of calls (tool and arguments, in "
+    "order); no call at all is a sequence too. Given only where the batch has a call.",
     "tool calls",
 )
 _register(
@@ -133,7 +138,7 @@ _register(
     "Identical completions within a prompt",
     "fraction",
     "up",
-    "Share of completions that are byte-identical to another one of their group.",
+    "Share of completions that are byte-identical to another one of their group; groups of one are left out.",
     "outputs",
 )
 _register(

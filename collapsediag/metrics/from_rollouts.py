@@ -156,4 +156,14 @@ register(
         source="this library",
         family="counts",
     ),
+    MetricInfo(
+        name="n_single_groups",
+        title="Prompts with one rollout",
+        unit="count",
+        bad="up",
+        bounds=(0.0, None),
+        description="Groups of one rollout: left out of everything that compares the rollouts of a prompt.",
+        source="this library",
+        family="counts",
+    ),
 )

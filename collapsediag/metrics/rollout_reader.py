@@ -26,6 +26,7 @@ Reasons = dict[str, str]
 
 _NO_TEXT = "the outputs are token ids only; pass tokenizer="
 _MIXED = "some outputs are known as ids only, others as text only; pass tokenizer="
+_SINGLE = "no group has two rollouts"
 _NO_SUCCESS = "no rollout has a success label; pass success_threshold= to make labels of rewards"
 
 
@@ -48,6 +49,7 @@ class RolloutReader:
         """Values and reasons of these rollouts."""
         group_N = np.unique(self.table.group_N[rows], return_inverse=True)[1].reshape(-1)
         values: Values = {"n_rollouts": float(rows.size), "n_groups": float(group_N.max() + 1)}
+        values["n_single_groups"] = float((np.bincount(group_N) == 1).sum())
         reasons: Reasons = {}
         families: tuple[Callable[[IntArray, IntArray], tuple[Values, Reasons]], ...] = (
             self._format,
@@ -142,7 +144,9 @@ class RolloutReader:
         mean = diversity.mean_of_known(diversity.distinct_per_group(answers, group_N))
         unanswered: Values = {"unanswered_fraction": answers.count(None) / len(answers)}
         if mean is None:
-            return unanswered, {name: "no final answer was found in any output; pass answer= to say where it stands"}
+            found = "no group has two rollouts with a final answer"
+            nothing = "no final answer was found in any output; pass answer= to say where it stands"
+            return unanswered, {name: found if any(answers) else nothing}
         return unanswered | {name: mean}, {}
 
     def _tool_sequences(self, rows: IntArray, group_N: IntArray) -> tuple[Values, Reasons]:
@@ -151,18 +155,19 @@ class RolloutReader:
         if not any(sequences):
             return {}, {name: _NO_TEXT if all(s is None for s in sequences) else "no rollout calls a tool"}
         mean = diversity.mean_of_known(diversity.distinct_per_group(sequences, group_N))
-        return ({} if mean is None else {name: mean}), {}
+        return ({}, {name: _SINGLE}) if mean is None else ({name: mean}, {})
 
     def _identical(self, rows: IntArray, group_N: IntArray) -> tuple[Values, Reasons]:
         name, across = "identical_completion_fraction", "identical_completion_fraction_across_groups"
         if self.table.completion_N is None:
             return {}, {name: _MIXED}
         completions = [self.table.completion_N[row] for row in rows.tolist()]
-        values = {name: diversity.identical_fraction(completions, group_N)}
+        within = diversity.identical_fraction(completions, group_N)
+        values, reasons = ({}, {name: _SINGLE}) if within is None else ({name: within}, {})
         prompts = [self.table.prompt_N[row] for row in rows.tolist()]
         if len(set(prompts)) < 2:
-            return values, {across: "the batch has one prompt"}
-        return values | {across: diversity.identical_across_fraction(completions, prompts)}, {}
+            return values, reasons | {across: "the batch has one prompt"}
+        return values | {across: diversity.identical_across_fraction(completions, prompts)}, reasons
 
     def _distinct_2(self) -> IntArray | None:
         """[G, 2] distinct bigrams and bigrams of each group of the batch."""
