@@ -32,6 +32,7 @@ from collapsediag.pairs import (
 )
 from collapsediag.record import Record, TraceSample
 from collapsediag.rollouts import RolloutBatch
+from collapsediag.sink_names import resolve_sinks
 from collapsediag.sinks import FanOut, Sink
 from collapsediag.spans import SpanFinder
 from collapsediag.statistics import EmaStd
@@ -117,7 +118,8 @@ class Monitor:
 
     scorer: scores traces under contexts with the policy (HFScorer, FunctionScorer, ...). None: rollout metrics only.
     every: the policy is scored at the first observed step and at every step divisible by this.
-    sinks: where records go; JsonlSink("runs/a") keeps everything.
+    sinks: where records go. JsonlSink("runs/a") keeps everything. Also a name ("wandb", "tensorboard:runs/tb",
+        "jsonl:runs/a"), or a function or logger that takes (metrics, step=step). The main process alone writes.
     tokenizer: anything with decode(ids) -> str; needed to find reasoning tags in token ids and to store readable
         traces.
     reasoning: "think" (between tags), "completion" (the whole output), or "auto": decided at the first step by
@@ -138,7 +140,7 @@ class Monitor:
         scorer: Scorer | None = None,
         *,
         every: int = 10,
-        sinks: Iterable[Sink] = (),
+        sinks: Iterable[Sink | str | Any] | str = (),
         tokenizer: Any = None,
         reasoning: Literal["auto", "think", "completion"] = "auto",
         pairs: PairSettings | None = None,
@@ -161,7 +163,7 @@ class Monitor:
         self.on_error = on_error
         self._reasoning: Literal["auto", "think", "completion"] = reasoning
         self._finder: SpanFinder | None = None
-        self._sinks = FanOut(sinks, strict=on_error == "raise")
+        self._sinks = FanOut(resolve_sinks(sinks), strict=on_error == "raise")
         self._ema: dict[str, EmaStd] = {}
         self._last_step: int | None = None
         self._failures = 0

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+from collapsediag.main_process import MainProcess
 from collapsediag.record import Provenance, Record
 from collapsediag.run_folder import RunStore
 
@@ -52,6 +53,8 @@ class JsonlSink:
 class FanOut:
     """Several sinks as one. A sink that raises is reported once and dropped after three failures in a row.
 
+    Only the main process of a job writes (rank 0, and no forked child), so that a run is written once.
+
     strict: raise at once instead (the command line's choice: a user who asked for a file must not go without).
     """
 
@@ -59,6 +62,7 @@ class FanOut:
         self._sinks = list(sinks)
         self._failures: dict[int, int] = {}
         self._strict = strict
+        self._process = MainProcess()
         for sink in self._sinks:
             if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):
                 raise TypeError(
@@ -68,6 +72,8 @@ class FanOut:
 
     def write(self, record: Record) -> None:
         """Give the record to every sink that still works."""
+        if not self._process.is_here():
+            return
         for sink in list(self._sinks):
             try:
                 sink.write(record)
@@ -81,7 +87,8 @@ class FanOut:
     def close(self) -> None:
         """Close every sink, also those that come after one that fails to."""
         sinks, self._sinks = self._sinks, []
-        for sink in sinks:
+        # A forked child shares its parent's files and lacks its threads: closing there would hang or write twice.
+        for sink in sinks if not self._process.is_forked() else ():
             try:
                 sink.close()
             except Exception as error:

@@ -51,7 +51,7 @@ _OWN_WORD = (
     (re.compile(r"^reward/.+/(mean|std|n_unscored)$"), r"reward/<component>/\1"),
     (re.compile(r"^format/custom/.+_fraction$"), "format/custom/<failure>_fraction"),
 )
-_PREFIX = re.compile(r"^(?:collapse_(?:first_turn|trajectory|turn)_sample/|collapse/|env/[^/]+/)")
+_PREFIX = re.compile(r"^(?:collapse_(?:first_turn|trajectory|turn)_sample/|(?:collapse/)?env/[^/]+/|collapse/)")
 
 
 def register(*infos: MetricInfo) -> None:
