@@ -13,7 +13,7 @@ import pytest
 
 import collapsediag as cd
 from collapsediag.errors import MetricError, SettingsError
-from collapsediag.metrics.registry import unknown_names
+from collapsediag.metrics.registry import find, unknown_names
 
 DATA = Path(__file__).parent / "data" / "rollouts"
 VALID = "<think>because</think><answer>{}</answer>"
@@ -95,6 +95,11 @@ def test_every_name_is_registered_and_every_value_finite() -> None:
     ):
         assert unknown_names(values) == []
         assert all(isinstance(v, float) and math.isfinite(v) for v in values.values())
+        for name, value in values.items():
+            info = find(name)
+            assert info is not None
+            low, high = info.bounds
+            assert (low is None or value >= low) and (high is None or value <= high), name
 
 
 def test_a_healthy_saturated_math_batch() -> None:

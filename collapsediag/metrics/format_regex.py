@@ -110,7 +110,7 @@ class RegexFormat:
     def _run(self, job: str) -> str:
         try:
             child = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _CHILD],
+                [sys.executable or "python3", "-I", "-S", "-c", _CHILD],
                 input=job,
                 capture_output=True,
                 encoding="ascii",
