@@ -15,7 +15,7 @@ from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.metrics.format import TagFormat
 from collapsediag.metrics.tool_parsers import make_call
 from collapsediag.preflight import SEVERITY, Check, PreflightReport, preflight
-from collapsediag.preflight_types import percent
+from collapsediag.preflight.types import percent
 from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 from collapsediag.testing import planted
 

@@ -15,11 +15,12 @@ from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.scoring.access import ModelAccess, check_ids
+from collapsediag.scoring.cost import CostEstimate, estimate, group_tokens
 from collapsediag.scoring.guard import undisturbed
 from collapsediag.scoring.head import HeadTap, UnsupportedModelError
 from collapsediag.scoring.memory import MIN_TOKENS, is_out_of_memory, release_memory, work_model
 from collapsediag.scoring.plain import Cell, PlainSettings, plain_logp
-from collapsediag.scoring.plan import CostEstimate, Unique, estimate, group_tokens, plan_groups
+from collapsediag.scoring.plan import Unique, plan_groups
 from collapsediag.scoring.prefix import PrefixEngine, unsupported_reason
 from collapsediag.scoring.results import Progress, Results, TokenScores
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from collapsediag.scoring.access import ModelAccess
-from collapsediag.scoring.plan import WorkModel
+from collapsediag.scoring.shape import WorkModel
 
 MIN_TOKENS = 16
 CPU_TOKENS = (512, 2048)
@@ -28,6 +28,8 @@ CPU_LAUNCH = 6e6
 CUDA_LAUNCH = 3e10
 # Attention under a mask reaches less of the peak than a matrix product.
 ATTENTION_PENALTY = 1.5
+# Matrix products that run in the time of copying a byte.
+FLOPS_PER_BYTE = 8.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -104,6 +106,11 @@ class Shape:
         return 2 * self.layers * self.kv_width * self.itemsize
 
     @property
+    def row_key_bytes(self) -> int:
+        """Copied for one key of one context row: joined to the prefix, repeated for grouped heads, in every layer."""
+        return 2 * self.layers * (self.kv_width + self.heads * self.head_width) * self.itemsize
+
+    @property
     def activation_bytes(self) -> int:
         """Of one token, at the widest point of a layer."""
         return (8 * self.hidden + 3 * self.intermediate) * self.itemsize
@@ -132,6 +139,7 @@ def work_model(access: ModelAccess, longest_context: int, token_budget: int | No
     return WorkModel(
         linear=shape.linear_flops,
         per_key=shape.flops_per_key * ATTENTION_PENALTY,
+        per_row_key=shape.row_key_bytes * FLOPS_PER_BYTE,
         per_forward=launch * shape.layers,
         max_tokens=max(MIN_TOKENS, (token_budget or _power_of_two(tokens)) // shrink),
         max_context_tokens=max(1, context_tokens // shrink),

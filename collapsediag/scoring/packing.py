@@ -23,6 +23,8 @@ IntArray = NDArray[np.int64]
 # saves tokens: below these, running it again in the next chunk is cheaper than one more, nearly empty, forward pass.
 MIN_SHARED_TOKENS = 16
 MIN_SAVED_TOKENS = 64
+# How many half-filled chunks are kept open; more would take longer to search than they save.
+MAX_OPEN_CHUNKS = 64
 
 
 def common_length(a: IntArray, b: IntArray) -> int:
@@ -152,10 +154,6 @@ class _Builder:
         self.trace: list[IntArray] = []
         self.time: list[IntArray] = []
 
-    def new_nodes(self, inputs: IntArray) -> int:
-        """How many nodes this trace would add."""
-        return int(inputs.size) - self._shared(inputs)
-
     def _shared(self, inputs: IntArray) -> int:
         return self.depth if self.last is None else max(self.depth, common_length(self.last, inputs))
 
@@ -194,74 +192,114 @@ class _Builder:
         )
 
 
+@dataclass(frozen=True)
+class Slot:
+    """One step before it is built: sequences `ranges` of the trie from `depth` on, up to `stop` (None: to their ends).
+
+    parent: the slot it continues. nodes: tokens it holds, at most.
+    """
+
+    parent: int
+    depth: int
+    stop: int | None
+    ranges: tuple[tuple[int, int], ...]
+    nodes: int
+
+
 def _sort_out(
     trie: SortedTrie, low: int, high: int, depth: int, budget: int
-) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Split low..high-1 into traces to pack below `depth`, and ranges (low, high, to_depth) worth a step of their own.
+) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """Split low..high-1, which share `depth` tokens, into what is packed and what gets a step of its own.
 
-    A range whose nodes fit one step is packed. A larger one whose shared stretch, run again in each of its chunks,
-    would cost more than a pass of its own becomes a step that the rest continues.
+    Packed: ranges (low, high, nodes) that fit one step. Own step: ranges (low, high, to_depth) whose shared stretch up
+    to to_depth would cost more, run again in each of their chunks, than one more forward pass.
     """
-    loose: list[int] = []
-    shared: list[tuple[int, ...]] = []
+    packed: list[tuple[int, int, int]] = []
+    shared: list[tuple[int, int, int]] = []
     ranges = [(low, high)]
     while ranges:
         a, b = ranges.pop()
         nodes, common = trie.nodes(a, b, depth), trie.common(a, b)
         edge = common - depth
         chunks = -(-nodes // budget)
-        if nodes <= budget:
-            loose += range(a, b)
-        elif nodes == edge:  # one chain longer than a step: all but its last piece goes ahead
-            shared.append((a, b, depth + budget * (chunks - 1)))
-        elif edge >= MIN_SHARED_TOKENS and edge * (chunks - 1) >= MIN_SAVED_TOKENS:
-            shared.append((a, b, common))
+        if edge == 0 or nodes > budget:
+            if nodes == edge:  # one chain: empty, or longer than a step, and then all but its last piece goes ahead
+                shared += [(a, b, depth + budget * (chunks - 1))] if nodes else []
+            elif edge >= MIN_SHARED_TOKENS and edge * (chunks - 1) >= MIN_SAVED_TOKENS:
+                shared.append((a, b, common))
+            else:
+                ranges += reversed(list(trie.children(a, b, common)))
         else:
-            ranges += reversed(list(trie.children(a, b, common)))
-    return loose, shared
+            packed.append((a, b, nodes))
+    return packed, shared
+
+
+def _first_fit(packed: Sequence[tuple[int, int, int]], budget: int) -> list[tuple[tuple[tuple[int, int], ...], int]]:
+    """Ranges and node count of each chunk: the largest ranges first, each into the first chunk that has room.
+
+    A subtree is never torn apart: its shared beginning would run in both halves.
+    """
+    chunks: list[tuple[list[tuple[int, int]], int]] = []
+    for low, high, nodes in sorted(packed, key=lambda item: (-item[2], item[0])):
+        for number in range(max(0, len(chunks) - MAX_OPEN_CHUNKS), len(chunks)):
+            ranges, filled = chunks[number]
+            if filled + nodes <= budget:
+                chunks[number] = ([*ranges, (low, high)], filled + nodes)
+                break
+        else:
+            chunks.append(([(low, high)], nodes))
+    return [(tuple(sorted(ranges)), filled) for ranges, filled in chunks]
+
+
+def lay_out(trie: SortedTrie, budget: int) -> list[Slot]:
+    """Slots of at most `budget` tokens that cover the trie, parents before children, in depth-first order.
+
+    In that order a kept parent is done with as early as can be, so that few keys and values are alive at once.
+    """
+    if budget < 1:
+        raise ValueError(f"the token budget is {budget}; at least 1 is needed.")
+    slots: list[Slot] = []
+    waiting = [(0, len(trie.sequences), 0, 0, -1)] if trie.sequences else []
+    while waiting:
+        low, high, depth, stop, parent = waiting.pop()
+        while depth < stop:  # the shared stretch, in pieces of the budget
+            piece = min(stop, depth + budget)
+            slots.append(Slot(parent, depth, piece, ((low, high),), piece - depth))
+            parent, depth = len(slots) - 1, piece
+        packed, shared = _sort_out(trie, low, high, depth, budget)
+        slots += [Slot(parent, depth, None, ranges, nodes) for ranges, nodes in _first_fit(packed, budget)]
+        waiting += [(a, b, depth, to, parent) for a, b, to in reversed(shared)]
+    return slots
+
+
+def build_steps(traces: Sequence[IntArray], slots: Sequence[Slot]) -> list[Step]:
+    """The slots' steps."""
+    steps = []
+    for slot in slots:
+        builder = _Builder(slot.parent, slot.depth)
+        for low, high in slot.ranges:
+            for number in range(low, high):
+                if traces[number].size - 1 > slot.depth:
+                    builder.add(number, traces[number], slot.stop)
+        steps.append(builder.step(keep=slot.stop is not None))
+    return steps
+
+
+def inputs_trie(traces: Sequence[IntArray]) -> SortedTrie:
+    """The trie that runs: the last token of a trace predicts nothing, so it is not an input."""
+    return SortedTrie([t[:-1] for t in traces])
 
 
 def pack_traces(traces: Sequence[IntArray], budget: int) -> list[Step]:
     """Steps of at most `budget` tokens that cover every trace. `traces`: distinct, non-empty, in lexicographic order.
 
-    The first token of a trace is predicted by the context's last position and the last token predicts nothing, so the
-    nodes are the trie of `trace[:-1]`; traces of one token need no node. Parents come before their children, and a
-    step's last child comes as early as depth-first order allows, so that few kept keys and values are alive at once.
+    The first token of a trace is predicted by the context's last position, so a trace of one token needs no node.
 
     >>> steps = pack_traces([np.array([5, 6, 7]), np.array([5, 6, 8, 9]), np.array([5, 7, 1])], budget=8)
     >>> steps[0].token_T.tolist(), steps[0].depth_T.tolist(), steps[0].end_T.tolist()
     ([5, 6, 8, 7], [0, 1, 2, 1], [4, 3, 3, 4])
     """
-    if budget < 1:
-        raise ValueError(f"the token budget is {budget}; at least 1 is needed.")
-    trie = SortedTrie([t[:-1] for t in traces])
-    steps: list[Step] = []
-    waiting = [(0, len(traces), 0, 0, -1)]
-    while waiting:
-        low, high, depth, stop, parent = waiting.pop()
-        while depth < stop:  # run the shared stretch, in pieces of the budget
-            piece = min(stop, depth + budget)
-            builder = _Builder(parent, depth)
-            for number in range(low, high):
-                builder.add(number, traces[number], piece)
-            parent, depth = len(steps), piece
-            steps.append(builder.step(keep=True))
-        if low == high:
-            continue
-        loose, shared = _sort_out(trie, low, high, depth, budget)
-        builder = _Builder(parent, depth)
-        for number in loose:
-            inputs = trie.sequences[number]
-            if inputs.size <= depth:
-                continue
-            if builder.token and len(builder.token) + builder.new_nodes(inputs) > budget:
-                steps.append(builder.step(keep=False))
-                builder = _Builder(parent, depth)
-            builder.add(number, traces[number])
-        if builder.token:
-            steps.append(builder.step(keep=False))
-        waiting += [(a, b, depth, to, parent) for a, b, to in reversed(shared)]
-    return steps
+    return build_steps(traces, lay_out(inputs_trie(traces), budget))
 
 
 def last_uses(parents: Sequence[int]) -> dict[int, int]:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from collapsediag.scoring.access import ModelAccess
 from collapsediag.scoring.cache import KeysValues, Prefix, grown_of, prefix_cache, stack
+from collapsediag.scoring.contexts import ContextBatch
 from collapsediag.scoring.head import HeadJob, HeadResult, HeadTap, UnsupportedModelError
 from collapsediag.scoring.masks import KNOWN_KINDS, AttentionKinds, step_masks, tree_mask
 from collapsediag.scoring.packing import Step, last_uses
-from collapsediag.scoring.plan import ContextBatch, Group
+from collapsediag.scoring.plan import Group
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

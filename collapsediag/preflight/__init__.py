@@ -18,9 +18,9 @@ from collapsediag.errors import RolloutError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.metrics.answers import Extractor
 from collapsediag.metrics.from_rollouts import rollout_report
-from collapsediag.preflight_data import DATA_CHECKS, retrieval
-from collapsediag.preflight_signal import SIGNAL_CHECKS
-from collapsediag.preflight_types import Check, Facts, Status
+from collapsediag.preflight.data import DATA_CHECKS, retrieval
+from collapsediag.preflight.signal import SIGNAL_CHECKS
+from collapsediag.preflight.types import Check, Facts, Status
 from collapsediag.rollouts import RolloutBatch
 
 __all__ = ["Check", "PreflightReport", "Status", "preflight"]

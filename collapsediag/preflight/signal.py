@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from collapsediag.preflight_types import Check, Facts, percent, rows_of
+from collapsediag.preflight.types import Check, Facts, percent, rows_of
 
 VALID_OK, VALID_WARNING = 0.95, 0.5
 UNCLOSED_WARNING = 0.05

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
 from collapsediag.metrics.from_matrix import matrix_metrics
-from collapsediag.preflight_types import SHOWN, Check, Facts, Status, percent
+from collapsediag.preflight.types import SHOWN, Check, Facts, Status, percent
 from collapsediag.rollouts import Turn
 
 SMALL_GROUP = 4
