@@ -99,7 +99,8 @@ def test_every_name_is_registered_and_every_value_finite() -> None:
             info = find(name)
             assert info is not None
             low, high = info.bounds
-            assert (low is None or value >= low) and (high is None or value <= high), name
+            assert low is None or value >= low, name
+            assert high is None or value <= high, name
 
 
 def test_a_healthy_saturated_math_batch() -> None:
