@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True, highlight=False)
     done = _recorded_steps(args)
+    # The first step is read before the model is loaded: a wrong file must not cost a minute.
+    next(batches(args), None)
     if args.ray:
         from collapsediag.cli.score_on_ray import run_on_ray
 
