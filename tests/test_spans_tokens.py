@@ -145,7 +145,8 @@ def test_the_unknown_token_is_not_taken_for_the_tag() -> None:
         def convert_tokens_to_ids(self, token: str) -> int:
             return 0
 
-    assert SpanFinder(Unknown()).find([1, 0, 1, 0], []).status is SpanStatus.ABSENT
+    # With the context unknown, a closing tag anywhere would be seen as well.
+    assert SpanFinder(Unknown()).find([1, 0, 1, 0]).status is SpanStatus.ABSENT
 
 
 # --- tags of several tokens --------------------------------------------------------------------------------------
@@ -268,6 +269,16 @@ def test_the_tokenizer_of_a_pretrained_model(
 ) -> None:
     ids = encode(smollm2_tokenizer, text)
     assert split(SpanFinder(smollm2_tokenizer), raw(smollm2_tokenizer), ids) == expected
+
+
+def test_several_pairs_of_tags_each_closed_by_its_own() -> None:
+    tokenizer = Pieces(b"<think>", b"</think>", b"[r", b"[/r")
+    finder = SpanFinder(tokenizer, ReasoningTags((("<think>", "</think>"), ("[r]", "[/r]"))))
+    ids = tokenizer.ids("[r", "]", "a", "</think>", "b", "[/r", "]", "c")
+    assert split(finder, tokenizer.decode, ids) == ("ok", "[r]", "a</think>b", "[/r]c")
+    assert split(finder, tokenizer.decode, ids[2:], context=ids[:2]) == ("ok", "", "a</think>b", "[/r]c")
+    assert finder.open_pair(ids[:2]) == 1
+    assert finder.open_pair(tokenizer.ids("<think>", "[r", "]", "[/r", "]")) == 0
 
 
 # --- contexts ----------------------------------------------------------------------------------------------------
