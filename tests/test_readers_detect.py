@@ -29,6 +29,7 @@ def test_detection_says_why(tmp_path: Path) -> None:
     data = Path(__file__).parent / "data" / "rollouts"
     expected = {
         "verl/verl-0.9.1/v1_rollout_data_dir/40.jsonl": "verl: V1 veRL dump: keys input, output, score, step, gts, uid",
+        "verl/verl-0.9.1/v0_rollout_data_dir": "verl: V0 veRL dump: keys input, output, score, step, gts",
         "verl/verl-0.4.1": "verl: V0 veRL dump: keys input, output, score, step",
         "trl/text": "trl: TRL completions: parquet with keys step, prompt, completion",
         "trl_with_ids/text.jsonl": "jsonl: rollout JSONL: keys prompt, prompt_ids, completion, completion_ids",

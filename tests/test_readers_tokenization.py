@@ -117,6 +117,15 @@ def test_later_turns_follow_on_output_and_observation() -> None:
     assert [ids_of(t.output_ids) for t in (first, second, third)] == ["a", "b", "c"]
 
 
+def test_each_rollout_gets_its_own_context() -> None:
+    contexts: list[dict[str, Any]] = [{"context": "p"}, {"context": "q"}, {"context": "p"}]
+    contexts += [{"context_messages": ({"role": "user", "content": c},)} for c in "pq"]
+    rollouts = tuple(Rollout(turns=(Turn(output="a", **c),), group=i) for i, c in enumerate(contexts))
+    made = tokenize_batch(RolloutBatch(step=1, rollouts=rollouts), CharTokenizer())
+    chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert [ids_of(r.turns[0].context_ids) for r in made] == ["p", "q", "p", chat.format("p"), chat.format("q")]
+
+
 def test_known_ids_are_kept_and_a_batch_with_all_ids_is_untouched() -> None:
     known = Turn(context_ids=np.array([1, 2]), output_ids=np.array([3]), output="never this")
     batch = batch_of(known)
