@@ -132,8 +132,7 @@ class EventFile:
 
     def add_text(self, tag: str, markdown: str, step: int) -> None:
         """One piece of markdown."""
-        shape = self._shape.TensorShapeProto(dim=[self._shape.TensorShapeProto.Dim(size=1)])
-        self._add_tensor(step, f"{tag}/text_summary", "text", markdown.encode(), shape)
+        self._add_tensor(step, f"{tag}/text_summary", "text", markdown.encode())
 
     def add_custom_scalars(self, categories: dict[str, dict[str, list[Any]]]) -> None:
         """The layout of the custom-scalars page, in the form of torch's SummaryWriter."""
@@ -142,8 +141,7 @@ class EventFile:
             for title, charts in categories.items()
         ]
         content = self._charts.Layout(category=listed).SerializeToString()
-        shape = self._shape.TensorShapeProto()
-        self._add_tensor(0, "custom_scalars__config__", "custom_scalars", content, shape)
+        self._add_tensor(0, "custom_scalars__config__", "custom_scalars", content)
 
     def flush(self) -> None:
         """Put everything on disk."""
@@ -162,10 +160,11 @@ class EventFile:
         series = self._charts.MarginChartContent.Series(value=tags[0], lower=tags[1], upper=tags[2])
         return self._charts.Chart(title=title, margin=self._charts.MarginChartContent(series=[series]))
 
-    def _add_tensor(self, step: int, tag: str, plugin: str, content: bytes, shape: Any) -> None:
+    def _add_tensor(self, step: int, tag: str, plugin: str, content: bytes) -> None:
         metadata = self._summary.SummaryMetadata(
             plugin_data=self._summary.SummaryMetadata.PluginData(plugin_name=plugin)
         )
+        shape = self._shape.TensorShapeProto()  # one string, not a list of them, which would be shown as a table
         tensor = self._tensor.TensorProto(dtype="DT_STRING", string_val=[content], tensor_shape=shape)
         self._add(step, tag=tag, metadata=metadata, tensor=tensor)
 

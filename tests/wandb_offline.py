@@ -25,12 +25,12 @@ class WandbLogError(ValueError):
 
 @dataclass
 class OfflineRun:
-    """What one run holds. history: (W&B's own step, the row); metrics: exact name -> its x-axis."""
+    """What one run holds. history: (W&B's own step, the row); metrics: exact name -> every x-axis it was given."""
 
     folder: Path
     history: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    metrics: dict[str, str] = field(default_factory=dict)
-    globs: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, set[str]] = field(default_factory=dict)
+    globs: dict[str, set[str]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     alerts: list[tuple[str, str, str]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
@@ -95,7 +95,7 @@ def _take(record: Any, found: OfflineRun) -> None:
     elif kind == "metric":
         metric = record.metric
         target, name = (found.globs, metric.glob_name) if metric.glob_name else (found.metrics, metric.name)
-        target[name] = metric.step_metric
+        target.setdefault(name, set()).add(metric.step_metric)
     elif kind == "run":
         run = record.run
         found.run = {"id": run.run_id, "project": run.project, "name": run.display_name, "group": run.run_group}
