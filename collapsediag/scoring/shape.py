@@ -1,0 +1,74 @@
+"""How long a chunk of traces is, and how many contexts run it together.
+
+Legend: T tokens of a chunk; B contexts of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from collapsediag.scoring.packing import IntArray, Slot, Step, build_steps, inputs_trie, lay_out
+
+CHUNK_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkModel:
+    """What a token costs on this model and machine; only the ratios matter.
+
+    linear: cost of one token in the layers that do not look back (2 x their parameters, in FLOPs).
+    per_key: cost of one (token, key) pair in the attention layers.
+    per_row_key: cost of handing one key of one context row to the attention layers (it is copied).
+    per_forward: fixed cost of one forward pass.
+    max_tokens: tokens of one forward pass.
+    max_context_tokens: tokens of context whose keys and values may be held at once.
+    """
+
+    linear: float = 1.0
+    per_key: float = 0.0
+    per_row_key: float = 0.0
+    per_forward: float = 0.0
+    max_tokens: int = 1024
+    max_context_tokens: int = 1 << 62
+
+
+def _rows_that_fit(contexts: Sequence[IntArray], chunk: int, work: WorkModel) -> int:
+    longest = max(c.size for c in contexts)
+    by_memory = max(1, work.max_context_tokens // longest)
+    rows = max(1, min(work.max_tokens // chunk, by_memory, len(contexts)))
+    return -(-len(contexts) // -(-len(contexts) // rows))
+
+
+def choose_shape(contexts: Sequence[IntArray], traces: Sequence[IntArray], work: WorkModel) -> tuple[list[Step], int]:
+    """Steps and the number of contexts a batch that cost least: `(steps, rows)`.
+
+    Long chunks repeat little of what traces share but let every token look at many strangers' keys (masked out, yet
+    computed); short chunks over many contexts do the opposite. The work model decides. A trace is cut in pieces only
+    where it does not fit one forward pass.
+    """
+    trie = inputs_trie(traces)
+    longest = int(trie.size_U.max(initial=0))
+    sizes = [size for size in CHUNK_SIZES if min(longest, work.max_tokens) <= size <= work.max_tokens]
+    best: tuple[float, list[Slot], int] | None = None
+    for chunk in sizes or [work.max_tokens]:
+        slots, rows = lay_out(trie, chunk), _rows_that_fit(contexts, chunk, work)
+        cost = _cost(contexts, slots, rows, work)
+        if best is None or cost < best[0]:
+            best = (cost, slots, rows)
+        if len(slots) <= 1:
+            break
+    assert best is not None
+    return build_steps(traces, best[1]), best[2]
+
+
+def _cost(contexts: Sequence[IntArray], slots: Sequence[Slot], rows: int, work: WorkModel) -> float:
+    """Of running all slots for all contexts, in the units of the work model."""
+    mean_context = float(np.mean([c.size for c in contexts]))
+    cost = -(-len(contexts) // rows) * len(slots) * work.per_forward
+    for slot in slots:
+        keys = mean_context + slot.depth + slot.nodes
+        cost += len(contexts) * (slot.nodes * (work.linear + work.per_key * keys) + work.per_row_key * keys)
+    return cost
