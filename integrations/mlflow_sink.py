@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from collapsediag._optional import require
 from collapsediag.main_process import MainProcess
@@ -10,6 +11,8 @@ from collapsediag.record import Record
 from collapsediag.tracker_values import tracker_values
 
 _NOT_ALLOWED = re.compile(r"[^/\w.\- :]")
+# In a store of files a metric is a file: `x` and `x/ci_low` would need x to be a folder too.
+_INTERVAL = re.compile(r"/(ci_low|ci_high)$")
 
 
 class MlflowSink:
@@ -18,15 +21,15 @@ class MlflowSink:
     run_id: the run to write to; where not given, the one active in the writing thread, and nothing is written where
         there is none (MLflow itself would start one).
 
-    Writing is asynchronous: a SQLite store takes tens of milliseconds a step. `close` waits for it. The run is never
-    ended. Raises MissingExtraError without mlflow.
+    Writing is asynchronous, because a SQLite store takes tens of milliseconds a step: what fails is raised at the next
+    record, or at `close`, which waits. The run is never ended. Raises MissingExtraError without mlflow.
     """
 
     def __init__(self, run_id: str | None = None) -> None:
         self._mlflow = require("mlflow", extra="mlflow", feature="the MLflow sink")
         self._run_id = run_id
         self._process = MainProcess()
-        self._is_pending = False
+        self._sent: Any = None
 
     def write(self, record: Record) -> None:
         """Send the numbers of one record."""
@@ -37,20 +40,25 @@ class MlflowSink:
         if run_id is None:
             return
         values = {mlflow_name(name): value for name, value in tracker_values(record).items()}
-        self._mlflow.log_metrics(values, step=record.step, run_id=run_id, synchronous=False)
-        self._is_pending = True
+        sent = self._mlflow.log_metrics(values, step=record.step, run_id=run_id, synchronous=False)
+        self._settle(then=sent)
 
     def close(self) -> None:
         """Wait until everything is written."""
-        if self._is_pending and not self._process.is_forked():
-            self._is_pending = False
-            self._mlflow.flush_async_logging()
+        if not self._process.is_forked():
+            self._settle()
+
+    def _settle(self, then: Any = None) -> None:
+        before, self._sent = self._sent, then
+        if before is not None:
+            before.wait()
 
 
 def mlflow_name(name: str) -> str:
     """A metric name without what MLflow rejects.
 
-    >>> mlflow_name("collapse_turn_sample/retrieval_accuracy@4"), mlflow_name("/a//H(Z|X)")
-    ('collapse_turn_sample/retrieval_accuracy_at_4', 'a/H_Z_X_')
+    >>> mlflow_name("collapse_turn_sample/retrieval_accuracy@4/ci_low"), mlflow_name("/a//H(Z|X)")
+    ('collapse_turn_sample/retrieval_accuracy_at_4_ci_low', 'a/H_Z_X_')
     """
-    return _NOT_ALLOWED.sub("_", re.sub(r"/+", "/", name.replace("@", "_at_"))).strip("/")
+    plain = re.sub(r"/+", "/", _INTERVAL.sub(r"_\1", name).replace("@", "_at_"))
+    return _NOT_ALLOWED.sub("_", plain).strip("/")
