@@ -10,6 +10,7 @@ monitor.close()
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -17,6 +18,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from collapsediag.context_bank import ContextBank
 from collapsediag.errors import CollapsediagError, MetricError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.metrics.from_matrix import matrix_metrics
@@ -32,6 +36,7 @@ from collapsediag.pairs import (
 )
 from collapsediag.record import Record, TraceSample
 from collapsediag.rollouts import RolloutBatch
+from collapsediag.scoring.budget import trainer_own_logp
 from collapsediag.sink_names import resolve_sinks
 from collapsediag.sinks import FanOut, Sink
 from collapsediag.spans import SpanFinder
@@ -59,6 +64,21 @@ register(
         description="How many steps' diagnostics raised since the run began; training went on.",
         source="collapsediag",
         family="bookkeeping",
+    ),
+    MetricInfo(
+        name="collapse/own_logp_difference",
+        title="Distance from the trainer's own log-probabilities",
+        unit="nats/token",
+        bad="up",
+        bounds=(0, None),
+        description=(
+            "Largest difference per token between a trace's score under its own context and the log-probabilities "
+            "that the trainer or its inference engine gave for the same tokens. About 1e-6 in float32; more is low "
+            "precision, another engine, or dropout that was on when the trainer computed them."
+        ),
+        source="collapsediag",
+        family="bookkeeping",
+        needs="per-token log-probabilities in the batch",
     ),
     *(
         MetricInfo(
@@ -92,9 +112,18 @@ class Cadence:
         if self.every < 1:
             raise SettingsError(f"every={self.every}: the cadence is a number of steps, 1 or more.")
 
-    def is_due(self, step: int) -> bool:
-        """Whether `step` is a scored step."""
-        return step % self.every == 0
+    def is_due(self, step: int, last_step: int | None = None) -> bool:
+        """Whether `step` is a scored step.
+
+        last_step: the step observed before this one. Trainers that generate for several steps at once are not seen at
+        every step; a due step in between is then made up for at the next that is seen.
+
+        >>> Cadence(every=5).is_due(8, last_step=4), Cadence(every=5).is_due(8, last_step=6)
+        (True, False)
+        """
+        if last_step is None or last_step >= step:
+            return step % self.every == 0
+        return step // self.every > last_step // self.every
 
 
 @dataclass
@@ -129,6 +158,8 @@ class Monitor:
     rollout_options: keyword arguments of rollout_metrics (format, success_threshold, ...).
     seed: the draw of traces is a function of (seed, step).
     traces_kept: how many traces of a scored step are stored for reading.
+    context_bank: how many contexts of earlier batches serve as further columns, for trainers that put one prompt into
+        a batch; 0 for none. They count in P, so chance and bound follow; the record's notes say how many there were.
     on_error: "record" keeps training alive whatever happens here: a failed step becomes a record with the reason and
         no values, and after three failures in a row scoring stops. "raise" is for offline use.
 
@@ -148,6 +179,7 @@ class Monitor:
         rollout_options: Mapping[str, Any] | None = None,
         seed: int = 0,
         traces_kept: int = 32,
+        context_bank: int = 0,
         on_error: Literal["record", "raise"] = "record",
     ) -> None:
         if on_error not in ("record", "raise"):
@@ -165,6 +197,7 @@ class Monitor:
         self._finder: SpanFinder | None = None
         self._sinks = FanOut(resolve_sinks(sinks), strict=on_error == "raise")
         self._ema: dict[str, EmaStd] = {}
+        self._bank = ContextBank(context_bank) if context_bank else None
         self._last_step: int | None = None
         self._failures = 0
         self._failures_in_a_row = 0
@@ -195,6 +228,15 @@ class Monitor:
         self._sinks.write(record)
         return record
 
+    def record_failure(self, step: int, error: Exception) -> Record:
+        """A failed record for a step whose rollouts could not even be brought here; for adapters."""
+        if self.on_error == "raise":
+            raise error
+        record = self._failed(step, error)
+        self._last_step = step
+        self._sinks.write(record)
+        return record
+
     def close(self) -> None:
         """Close the sinks."""
         self._sinks.close()
@@ -214,6 +256,7 @@ class Monitor:
             "last_step": self._last_step,
             "failures": self._failures,
             "failures_in_a_row": self._failures_in_a_row,
+            **({} if self._bank is None else {"context_bank": self._bank.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,6 +275,8 @@ class Monitor:
         self._last_step = state["last_step"]
         self._failures = state["failures"]
         self._failures_in_a_row = state["failures_in_a_row"]
+        if self._bank is not None:
+            self._bank.load_state_dict(state.get("context_bank", {}))
 
     def continue_from(self, records: Iterable[Record]) -> None:
         """Continue a run from what it recorded, for offline jobs that keep no checkpoint.
@@ -256,6 +301,7 @@ class Monitor:
         draft.notes.extend(batch.notes)
         draft.values["timing_s/collapse_rollout_metrics"] = time.perf_counter() - begun
         if not self._is_scored(step, score, draft):
+            self._fill_bank(batch)
             return
         begun = time.perf_counter()
         for namespace in self._namespaces(batch):
@@ -263,7 +309,7 @@ class Monitor:
         draft.values["timing_s/collapse_score"] = time.perf_counter() - begun
 
     def _is_scored(self, step: int, score: bool | None, draft: _Draft) -> bool:
-        due = score if score is not None else self._last_step is None or self.cadence.is_due(step)
+        due = score if score is not None else self._last_step is None or self.cadence.is_due(step, self._last_step)
         if not due or self.scorer is None:
             return False
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW and self.on_error == "record":
@@ -285,6 +331,7 @@ class Monitor:
             return
         matrix = self.scorer.score(pairs)
         draft.scored = True
+        self._check_own(batch, pairs, matrix, draft)
         ema = draft.ema[namespace] = copy.deepcopy(self._ema.get(namespace, EmaStd()))
         try:
             values = matrix_metrics(matrix, ema=ema, definition=self.definition, seed=self.seed)
@@ -308,11 +355,34 @@ class Monitor:
             namespace=namespace,
             seed=self.seed,
         )
+        if self._bank is not None:
+            own, pairs = pairs, self._bank.extended(pairs, self.pair_settings.max_total_tokens)
+            self._bank.add(own)
         for reason, count in pairs.dropped.items():
             draft.dropped[f"{namespace}/{reason.value}"] += count
         draft.notes.extend(pairs.notes)
         self._report_drops(batch.step, pairs)
         return pairs
+
+    def _fill_bank(self, batch: RolloutBatch) -> None:
+        # Contexts of steps that are not scored are as good; once it is full, the scored steps alone renew it.
+        if self._bank is None or self.scorer is None or self._reasoning == "auto":
+            return
+        for namespace in self._namespaces(batch):
+            if not self._bank.is_full(namespace):
+                self._pairs(batch, namespace, _Draft())
+
+    def _check_own(
+        self, batch: RolloutBatch, pairs: ScoringPairs, matrix: LogLikelihoodMatrix, draft: _Draft
+    ) -> None:
+        if batch.temperature not in (1.0, getattr(self.scorer, "temperature", 1.0)):
+            return
+        given_N = trainer_own_logp(pairs, dataclasses.replace(batch, temperature=1.0))
+        own_N = matrix.logp_NP[np.arange(matrix.n_traces), matrix.own_N]
+        off_N = np.abs(own_N - given_N) / np.maximum(matrix.length_N, 1)
+        if np.isfinite(off_N).any():
+            name = "collapse/own_logp_difference"
+            draft.values[name] = max(draft.values.get(name, 0.0), float(np.nanmax(off_N)))
 
     def _span_finder(self, batch: RolloutBatch) -> SpanFinder | None:
         # One for the run: it learns the vocabulary as it goes.

@@ -278,3 +278,72 @@ def test_closing_closes_the_sinks() -> None:
     with m:
         pass
     assert keep.closed
+
+
+def test_a_due_step_that_was_not_seen_is_made_up_for_at_the_next() -> None:
+    m, keep = monitor(PlantedScorer(), every=5)
+    for step in (0, 4, 8, 12, 16):  # a trainer that generates for four steps at once
+        m.observe(step, batch(step))
+    assert [r.step for r in keep.records if r.matrices] == [0, 8, 12, 16]
+
+
+def test_context_bank_gives_one_prompt_batches_something_to_be_told_apart_from() -> None:
+    m, keep = monitor(PlantedScorer(), every=1, context_bank=2)
+    for step in range(4):
+        one = batch(step, prompts=5).select([3 * step])  # one trace of prompt number `step`
+        m.observe(step, one)
+    assert "collapse_first_turn_sample" in keep.records[0].not_measured
+    assert [r.values.get(KEY + "n_contexts") for r in keep.records] == [None, 2.0, 3.0, 3.0]
+    last = keep.records[3]
+    np.testing.assert_allclose(last.values[KEY + "retrieval_chance_level"], 1 / 3)
+    np.testing.assert_allclose(last.values[KEY + "mi_upper_bound"], np.log(3))
+    assert "first_turn: 2 of 3 contexts come from the context bank (prompts of earlier batches)" in last.notes
+    assert last.matrices["first_turn"].own_N.tolist() == [0]
+
+
+def test_context_bank_survives_a_checkpoint_and_fills_between_scored_steps() -> None:
+    first, _ = monitor(PlantedScorer(), every=5, context_bank=3)
+    for step in range(3):
+        first.observe(step, batch(step, prompts=5).select([3 * step]))
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state["context_bank"] == {"first_turn": [[1, 12], [1, 11], [1, 10]]}
+    second, keep = monitor(PlantedScorer(), every=5, context_bank=3)
+    second.load_state_dict(state)
+    second.observe(5, batch(5, prompts=5).select([12]))
+    assert keep.records[0].values[KEY + "n_contexts"] == 4.0
+
+
+def test_context_bank_leaves_out_what_the_model_could_not_hold() -> None:
+    settings = PairSettings(reasoning="completion", max_total_tokens=7)
+    m, keep = monitor(PlantedScorer(), context_bank=4, pairs=settings)
+    long, short = [1, 2, 3, 4], [1, 9]
+    for step, context in enumerate((long, short)):
+        outputs = [7] * (3 if step == 0 else 5)
+        m.observe(step, RolloutBatch.from_lists(step=step, prompts=[context], completions=[outputs]))
+    assert "only one distinct context" in keep.records[1].not_measured["collapse_first_turn_sample"]
+
+
+def test_scores_are_held_against_the_log_probs_of_the_trainer() -> None:
+    class Flat(PlantedScorer):
+        def score(self, pairs: ScoringPairs) -> LogLikelihoodMatrix:
+            length = np.array([len(trace) for trace in pairs.traces])
+            logp = -2.0 * np.ones((pairs.n_traces, pairs.n_contexts)) * length[:, None]
+            return LogLikelihoodMatrix(logp_NP=logp, length_N=length, own_N=pairs.own_N, group_N=pairs.group_N)
+
+    turns = [Turn(context_ids=[1, p], output_ids=[5, 6, 7], logprobs=[-2.0, -2.0, -2.3]) for p in (3, 4)]  # type: ignore[arg-type]
+    rollouts = tuple(Rollout(turns=(turn,), group=p) for p, turn in enumerate(turns))
+    m, _ = monitor(Flat())
+    record = m.observe(0, RolloutBatch(step=0, rollouts=rollouts))
+    np.testing.assert_allclose(record.values["collapse/own_logp_difference"], 0.1, rtol=1e-12)
+    scaled = m.observe(1, RolloutBatch(step=1, rollouts=rollouts, temperature=0.7))
+    assert "collapse/own_logp_difference" not in scaled.values
+
+
+@pytest.mark.faults
+def test_an_adapter_can_record_that_the_rollouts_did_not_arrive() -> None:
+    m, keep = monitor(PlantedScorer())
+    m.record_failure(3, ValueError("no ids"))
+    assert [(r.step, r.status, r.reason) for r in keep.records] == [(3, "failed", "ValueError: no ids")]
+    strict, _ = monitor(on_error="raise")
+    with pytest.raises(ValueError, match="no ids"):
+        strict.record_failure(3, ValueError("no ids"))
