@@ -203,6 +203,11 @@ class Monitor:
         self._failures_in_a_row = 0
         self._reported_drops: set[str] = set()
 
+    @property
+    def uses_context_bank(self) -> bool:
+        """Whether contexts of earlier batches serve as further columns."""
+        return self._bank is not None
+
     def observe(self, step: int, batch: RolloutBatch, *, score: bool | None = None) -> Record:
         """Measure one step and return its record.
 

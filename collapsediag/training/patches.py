@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 
 class InstancePatches:
     """Wrappers around methods of one object; its class, and other objects of it, stay as they are.
+
+    Holds neither the object nor its methods alive.
 
     >>> class Counter:
     ...     def add(self, n): return n + 1
@@ -22,21 +25,23 @@ class InstancePatches:
     """
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[Any, Any]] = {}
+        self._wrappers: dict[str, tuple[weakref.ref[Any], bool]] = {}
 
     def wrap(self, target: Any, name: str, around: Callable[..., Any]) -> None:
         """Calls of `target.name(...)` become `around(original, ...)`."""
         original = getattr(target, name)
         wrapper = functools.wraps(original)(functools.partial(around, original))
-        self._before[name] = (vars(target).get(name), wrapper)
+        self._wrappers[name] = weakref.ref(wrapper), name in vars(target)
         vars(target)[name] = wrapper
 
     def undo(self, target: Any) -> None:
         """Take the wrappers off again. One that somebody else has wrapped in the meantime stays under theirs."""
-        for name, (before, wrapper) in self._before.items():
-            if vars(target).get(name) is wrapper:
-                if before is None:
-                    del vars(target)[name]
-                else:
-                    vars(target)[name] = before
-        self._before.clear()
+        for name, (reference, was_own) in self._wrappers.items():
+            wrapper = reference()
+            if wrapper is None or vars(target).get(name) is not wrapper:
+                continue
+            if was_own:
+                vars(target)[name] = wrapper.__wrapped__
+            else:
+                del vars(target)[name]
+        self._wrappers.clear()
