@@ -5,16 +5,14 @@ rich is imported where it is used, so that a training process that prints nothin
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from collapsediag.metrics.registry import find
 from collapsediag.record import Record
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 NAMESPACES = {"first_turn": "first turn", "trajectory": "one turn per trajectory", "turn": "all turns"}
 BAR_CELLS = 20
+WIDTH_WITH_UNITS = 100
 
 # What a metric is read against: its chance level or its bound, by the name it has in the same namespace.
 REFERENCES = {
@@ -24,7 +22,7 @@ REFERENCES = {
     "retrieval_accuracy@8": ("chance", "retrieval_chance_level@8"),
     "retrieval_accuracy_subset": ("chance", "retrieval_subset_chance_level"),
     "mi_seq_estimate": ("bound", "mi_upper_bound"),
-    "reward/all_equal_fraction": ("by chance", "reward/expected_all_equal_fraction"),
+    "reward/all_equal_fraction": ("chance", "reward/expected_all_equal_fraction"),
 }
 # In the order a person reads them; everything else stays in metrics.jsonl.
 MATRIX_HEADLINES = (
@@ -64,13 +62,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def number(value: float) -> str:
-    """Four significant digits, without a needless exponent.
+def number(value: float, digits: int = 4) -> str:
+    """Significant digits, without a needless exponent.
 
     >>> number(0.0625), number(1234.5), number(3.0)
     ('0.0625', '1234', '3')
     """
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def retrieval_bar(accuracy: float, chance: float, cells: int = BAR_CELLS) -> str:
@@ -151,48 +149,56 @@ def _line(record: Record, values: dict[str, float]) -> str:
     )
 
 
-def summary_table(record: Record, *, title: str) -> Table:
-    """The record's headline numbers: value, 95% interval, what to read it against, unit, and n behind it."""
-    from rich import box
-    from rich.table import Table
+def summary_lines(record: Record, *, width: int = 100) -> list[str]:
+    """The record's headline numbers as lines: value, 95% interval, what to read it against, unit.
 
-    table = Table(title=printable(title), box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("metric")
-    for heading in ("value", "95% interval", "read against"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("unit", no_wrap=True)
-    table.add_column("n", justify="right", no_wrap=True)
+    width: of the terminal. A narrow one goes without units, which the metrics page has.
+    """
+    with_units = width >= WIDTH_WITH_UNITS
+    name_width = max(24, min(44, width - 44 - (12 if with_units else 0)))
+    lines = [_row(("metric", "value", "95% interval", "read against", "unit"), name_width, with_units)]
     for namespace, words in NAMESPACES.items():
         prefix = f"collapse_{namespace}_sample/"
-        n = _count(record, prefix)
-        _section(table, record, prefix, MATRIX_HEADLINES, f"reasoning, {words}", n)
-    n = f"{record.values['n_rollouts']:.0f} rollouts" if "n_rollouts" in record.values else ""
-    _section(table, record, "", ROLLOUT_HEADLINES, "rollouts", n)
-    return table
+        heading = f"reasoning, {words}{_count(record, prefix)}"
+        lines += _section(record, prefix, MATRIX_HEADLINES, heading, name_width, with_units)
+    n, g = (record.values.get(name) for name in ("n_rollouts", "n_groups"))
+    counts = f": {n:.0f} rollouts in {g:.0f} groups" if n is not None and g is not None else ""
+    lines += _section(record, "", ROLLOUT_HEADLINES, f"all rollouts of the step{counts}", name_width, with_units)
+    return lines
 
 
 def _count(record: Record, prefix: str) -> str:
     n, p = (record.values.get(prefix + name) for name in ("n_traces", "n_contexts"))
-    return f"{n:.0f} x {p:.0f}" if n is not None and p is not None else ""
+    return f": {n:.0f} traces under {p:.0f} prompts" if n is not None and p is not None else ""
 
 
-def _section(table: Table, record: Record, prefix: str, names: tuple[str, ...], heading: str, n: str) -> None:
+def _section(
+    record: Record, prefix: str, names: tuple[str, ...], heading: str, name_width: int, with_units: bool
+) -> list[str]:
     present = [name for name in names if prefix + name in record.values]
     if not present:
-        return
-    table.add_row(f"[bold]{heading}[/bold]")
+        return []
+    lines = ["", heading]
     for name in present:
         key = prefix + name
         info = find(key)
         low, high = (record.values.get(f"{key}/{end}") for end in ("ci_low", "ci_high"))
         kind, reference = REFERENCES.get(name, ("", ""))
         against = record.values.get(prefix + reference)
-        table.add_row(
+        cells = (
             f"  {name}",
             number(record.values[key]),
-            f"[{number(low)}, {number(high)}]".replace("[", "\\[") if low is not None and high is not None else "",
-            f"{kind} {number(against)}" if against is not None else "",
+            f"[{number(low, 3)}, {number(high, 3)}]" if low is not None and high is not None else "",
+            f"{kind} {number(against, 3)}" if against is not None else "",
             info.unit if info else "",
-            n,
         )
-    table.add_section()
+        lines.append(_row(cells, name_width, with_units))
+    return lines
+
+
+def _row(cells: tuple[str, str, str, str, str], name_width: int, with_units: bool) -> str:
+    name, value, interval, against, unit = cells
+    if len(name) > name_width:
+        name = name[: name_width - 1] + "…"
+    line = f"{name:<{name_width}} {value:>9} {interval:>17} {against:>14}"
+    return f"{line}  {unit}".rstrip() if with_units else line.rstrip()

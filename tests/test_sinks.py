@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collapsediag.console import ConsoleSink, printable, retrieval_bar, summary_table
+from collapsediag.console import ConsoleSink, printable, retrieval_bar, summary_lines
 from collapsediag.record import Record
 from collapsediag.run_folder import read_records
 from collapsediag.sinks import FanOut, JsonlSink, Sink
@@ -103,16 +103,20 @@ def test_console_line_and_failure() -> None:
     assert missing.split(maxsplit=1) == ["183", "not measured: 1 distinct context"]
 
 
-def test_summary_table_shows_interval_chance_bound_and_n() -> None:
-    from rich.console import Console
-
-    stream = io.StringIO()
-    Console(file=stream, width=120).print(summary_table(scored_record(), title="runs/a"))
-    text = stream.getvalue()
+def test_the_summary_shows_interval_chance_bound_and_n() -> None:
+    text = "\n".join(summary_lines(scored_record(), width=120))
     row = next(line for line in text.splitlines() if "retrieval_accuracy" in line)
-    for part in ("0.15", "[0.11, 0.2]", "chance 0.125", "64 x 8"):
-        assert part in row
-    assert "bound 2.079" in next(line for line in text.splitlines() if "mi_seq_estimate" in line)
+    assert row.split() == ["retrieval_accuracy", "0.15", "[0.11,", "0.2]", "chance", "0.125", "fraction"]
+    assert "bound 2.08" in next(line for line in text.splitlines() if "mi_seq_estimate" in line)
+    assert "64 traces under 8 prompts" in text
+
+
+def test_the_summary_fits_a_narrow_terminal() -> None:
+    record = scored_record(**{"diversity/identical_completion_fraction": 0.25, "n_rollouts": 8.0, "n_groups": 2.0})
+    lines = summary_lines(record, width=80)
+    assert max(len(line) for line in lines) <= 80
+    assert any("diversity/identical_completion" in line for line in lines)
+    assert "all rollouts of the step: 8 rollouts in 2 groups" in lines
 
 
 @pytest.mark.parametrize(("accuracy", "chance", "bar"), [(1.0, 0.25, "█│██"), (0.0, 0.0, "│···"), (0.5, 1.0, "██·│")])

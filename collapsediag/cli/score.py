@@ -10,12 +10,14 @@ model answers another question.
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches
-from collapsediag.console import summary_table
+from collapsediag.console import printable, summary_lines
 from collapsediag.errors import SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.monitor import Monitor
@@ -38,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_rollout_arguments(parser)
     parser.add_argument("--out", required=True, metavar="RUN", help="run folder to write")
-    parser.add_argument("--resume", action="store_true", help="go on in RUN; steps that it already holds are not redone")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on in RUN; steps that it already holds are not redone"
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, help="folder, GGUF file or hub name of the policy")
     model.add_argument("--tokenizer", help="folder or hub name of its tokenizer (default: the model's own)")
@@ -46,13 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: the best there is)")
     model.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: float32 on the CPU)")
     model.add_argument("--temperature", type=float, default=1.0, help="score softmax(logits / T) (default 1)")
-    model.add_argument("--token-budget", type=int, metavar="N", help="tokens in one forward pass (default: from memory)")
+    model.add_argument(
+        "--token-budget", type=int, metavar="N", help="tokens in one forward pass (default: from memory)"
+    )
     cluster = parser.add_argument_group("many GPUs or machines")
     cluster.add_argument("--ray", action="store_true", help="score the steps in parallel on Ray, one model per worker")
     cluster.add_argument("--ray-workers", type=int, metavar="N", help="default: one per GPU of the cluster")
     cluster.add_argument("--ray-address", metavar="ADDRESS", help="a running cluster (default: this machine)")
     what = parser.add_argument_group("what is scored")
-    what.add_argument("--max-traces", type=_limit, default=DEFAULT_MAX_TRACES, metavar="N", help="per step; 0: no limit")
+    what.add_argument(
+        "--max-traces", type=_limit, default=DEFAULT_MAX_TRACES, metavar="N", help="per step; 0: no limit"
+    )
     what.add_argument("--max-contexts", type=_limit, default=DEFAULT_MAX_CONTEXTS, metavar="P", help="per step; 0: all")
     what.add_argument("--max-pairs", type=_limit, metavar="N", help="traces x contexts per step; 0: no limit")
     what.add_argument("--max-trace-tokens", type=_limit, metavar="N", help="longer traces are left out and counted")
@@ -66,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--open-tag", default="<think>", help="opening tag of the reasoning (default <think>)")
     what.add_argument("--close-tag", default="</think>", help="closing tag of the reasoning (default </think>)")
-    what.add_argument("--definition", choices=("paper", "ragen"), default="paper", help="whose formulas (default paper)")
+    what.add_argument(
+        "--definition", choices=("paper", "ragen"), default="paper", help="whose formulas (default paper)"
+    )
     what.add_argument("--success-threshold", type=float, metavar="R", help="a reward of R or more is a success")
 
 
@@ -114,12 +124,12 @@ def run(args: argparse.Namespace) -> int:
 
 def finish(args: argparse.Namespace, last: Record | None, console: Console) -> int:
     """The last step's table, and the exit code."""
-    from rich.console import Console
-
     if last is None:
         console.print("nothing new to score")
         return 0
-    Console().print(summary_table(last, title=f"{args.out}, step {last.step}"))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    print(f"\n{printable(args.out)}, step {last.step}")
+    print("\n".join(summary_lines(last, width=width)))
     return 0
 
 
@@ -127,7 +137,9 @@ def _recorded_steps(args: argparse.Namespace) -> set[int]:
     if not (Path(args.out) / METRICS_FILE).exists():
         return set()
     if not args.resume:
-        raise SettingsError(f"--out {args.out} already holds a run. Choose another folder, or add --resume to go on in it.")
+        raise SettingsError(
+            f"--out {args.out} already holds a run. Choose another folder, or add --resume to go on in it."
+        )
     return {record.step for record in read_records(args.out) if record.status == "ok"}
 
 
