@@ -303,7 +303,7 @@ class Monitor:
         draft.values.update(report.values)
         draft.not_measured.update(report.not_measured)
         draft.dropped.update(batch.dropped)
-        draft.notes.extend(batch.notes)
+        draft.notes.extend((*batch.notes, *report.notes))
         draft.values["timing_s/collapse_rollout_metrics"] = time.perf_counter() - begun
         if not self._is_scored(step, score, draft):
             self._fill_bank(batch)

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reasoning",
         choices=("auto", "think", "completion"),
         default="auto",
-        help="what a trace is: the text between think tags, or the whole completion (default: by whether tags are there)",
+        help="what a trace is: the text between think tags, or the whole completion (default: whichever is there)",
     )
     what.add_argument("--open-tag", default="<think>", help="opening tag of the reasoning (default <think>)")
     what.add_argument("--close-tag", default="</think>", help="closing tag of the reasoning (default </think>)")
