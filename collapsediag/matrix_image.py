@@ -28,8 +28,10 @@ NOT_SCORED = (190, 190, 190)
 FRAME = (60, 60, 60)
 TARGET_PIXELS = 480
 MAX_ROWS = 960
-# Frames around cells smaller than this would cover what they frame.
-_MIN_FRAMED = 5
+# Two pixels, because trackers show the picture smaller and drop lines of one. Around cells smaller than _MIN_FRAMED the
+# frame would cover what it frames.
+_FRAME_WIDTH = 2
+_MIN_FRAMED = 6
 
 
 def pointwise_mi_NP(matrix: LogLikelihoodMatrix) -> FloatArray:
@@ -121,7 +123,7 @@ def _colours(share_NP: FloatArray) -> Pixels:
 def _draw_frames(pixels: Pixels, own_N: IntArray, height: int, width: int) -> None:
     for column in np.unique(own_N):
         rows = np.flatnonzero(own_N == column)
-        top, bottom = rows[0] * height, (rows[-1] + 1) * height - 1
-        left, right = column * width, (column + 1) * width - 1
-        pixels[[top, bottom], left : right + 1] = FRAME
-        pixels[top : bottom + 1, [left, right]] = FRAME
+        block = pixels[rows[0] * height : (rows[-1] + 1) * height, column * width : (column + 1) * width]
+        inside = block[_FRAME_WIDTH:-_FRAME_WIDTH, _FRAME_WIDTH:-_FRAME_WIDTH].copy()
+        block[:] = FRAME
+        block[_FRAME_WIDTH:-_FRAME_WIDTH, _FRAME_WIDTH:-_FRAME_WIDTH] = inside

@@ -64,7 +64,7 @@ def _cells(step: int, trace: TraceSample) -> list[Cell]:
         safe_text(trace.group),
         trace.own,
         trace.best,
-        trace.own == trace.best,
+        trace.own == trace.best and not _n_tied(trace),
         _finite(trace.logp_P[trace.own]),
         _finite(trace.logp_P[trace.best]),
         trace.length,
@@ -84,6 +84,8 @@ def traces_as_text(record: Record, namespace: str, *, max_characters: int = 2000
 
 def _as_text(trace: TraceSample, limit: int) -> str:
     verdict = "retrieved" if trace.own == trace.best else f"retrieved as prompt {trace.best}"
+    if tied := _n_tied(trace):
+        verdict = f"not told apart from {tied} other prompts"
     reward = "" if trace.reward is None else f", reward {number(trace.reward)}"
     scores = f"log p {trace.logp_P[trace.own]:.2f} nats"
     if trace.own != trace.best:
@@ -95,6 +97,11 @@ def _as_text(trace: TraceSample, limit: int) -> str:
     parts = (("prompt", trace.context), ("reasoning", trace.trace), (f"prompt {trace.best}", trace.context_best))
     lines += [f"--- {heading}\n{_cut(safe_text(text) or '', limit)}" for heading, text in parts if text is not None]
     return "\n".join(lines)
+
+
+def _n_tied(trace: TraceSample) -> int:
+    """Other prompts under which a trace scores exactly what it scores under its own, where that is the best."""
+    return trace.logp_P.count(trace.logp_P[trace.own]) - 1 if trace.own == trace.best else 0
 
 
 def _cut(text: str, limit: int) -> str:

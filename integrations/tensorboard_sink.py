@@ -132,7 +132,7 @@ class EventFile:
 
     def add_text(self, tag: str, markdown: str, step: int) -> None:
         """One piece of markdown."""
-        self._add_tensor(step, f"{tag}/text_summary", "text", markdown.encode())
+        self._add_tensor(step, tag, "text", markdown.encode())
 
     def add_custom_scalars(self, categories: dict[str, dict[str, list[Any]]]) -> None:
         """The layout of the custom-scalars page, in the form of torch's SummaryWriter."""

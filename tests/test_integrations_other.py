@@ -255,6 +255,13 @@ def test_traces_as_text_say_what_a_reader_needs() -> None:
     assert traces_as_text(record, "trajectory") == ""
 
 
+def test_a_trace_that_scores_the_same_everywhere_was_not_retrieved() -> None:
+    tied = trace(own=0, best=0, logp_P=(-1.0, -1.0, -2.0, -1.0))
+    record = Record(step=9, values={}, traces=(tied, trace(own=0, best=0, logp_P=(-1.0, -2.0))))
+    assert [row[TRACE_COLUMNS.index("retrieved")] for row in trace_rows(record, "turn")] == [False, True]
+    assert "(group g): not told apart from 2 other prompts; log p -1.00 nats;" in traces_as_text(record, "turn")
+
+
 # -- MLflow and Trackio: not in the test extra, they bring dozens of packages ------------------------------------------
 
 

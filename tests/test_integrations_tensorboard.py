@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
+import json
 import os
 import re
+import shutil
+import socket
+import subprocess
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from collapsediag.errors import MissingExtraError, SettingsError
-from collapsediag.integrations.tensorboard_sink import SUBRUN, TensorBoardSink, code_block
+from collapsediag.integrations.tensorboard_sink import SUBRUN, EventFile, TensorBoardSink, code_block
 from collapsediag.matrix_image import matrix_rgb
 from collapsediag.metrics.registry import unknown_names
 from collapsediag.monitor import Monitor
@@ -49,7 +59,7 @@ def layouts(events: Any) -> list[Any]:
 
 
 def texts(events: Any, tag: str) -> list[str]:
-    return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(f"{tag}/text_summary")]
+    return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
 
 
 class Trainer:
@@ -83,7 +93,7 @@ def test_a_monitored_run_is_read_back_whole(tmp_path: Path) -> None:
     assert len(scalars) == len({name for r in records for name in r.values})
     assert unknown_names(scalars) == []
     assert [e.step for e in events.Images(KEY + "matrix")] == [0, 2, 4]
-    assert [e.step for e in events.Tensors(KEY + "traces/text_summary")] == [0, 2, 4]
+    assert [e.step for e in events.Tensors(KEY + "traces")] == [0, 2, 4]
 
 
 def test_the_image_holds_the_pixels(tmp_path: Path) -> None:
@@ -179,7 +189,7 @@ def test_hostile_traces_are_inert_on_the_page(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.write(hostile_record())
     sink.close()
-    (event,) = read(tmp_path / SUBRUN).Tensors("collapse_turn_sample/traces/text_summary")
+    (event,) = read(tmp_path / SUBRUN).Tensors("collapse_turn_sample/traces")
     array = import_or_skip("tensorboard.util.tensor_util").make_ndarray(event.tensor_proto)
     page = import_or_skip("tensorboard.plugins.text.text_plugin").text_array_to_html(array, enable_markdown=True)
     tags = set(re.findall(r"<\s*/?\s*([a-zA-Z]+)", page))
@@ -248,7 +258,7 @@ def test_torchs_writer_is_written_to_like_our_own(tmp_path: Path) -> None:
     theirs, ours = read(tmp_path / "torch"), read(tmp_path / "own" / SUBRUN)
     assert points(theirs, "collapse/reward/mean") == points(ours, "collapse/reward/mean") == [(4, 0.5)]
     assert layouts(theirs) == layouts(ours)
-    assert texts(theirs, "collapse_turn_sample/traces") == texts(ours, "collapse_turn_sample/traces")
+    assert texts(theirs, "collapse_turn_sample/traces/text_summary") == texts(ours, "collapse_turn_sample/traces")
     assert len(theirs.Images("collapse_turn_sample/matrix")) == len(ours.Images("collapse_turn_sample/matrix")) == 1
 
 
@@ -297,3 +307,119 @@ def test_a_wrong_target_and_a_missing_package_are_said_at_construction(monkeypat
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'collapsediag\[tensorboard\]'"):
         TensorBoardSink("runs")
+
+
+# -- the real page -----------------------------------------------------------------------------------------------------
+
+
+class Relay(BaseHTTPRequestHandler):
+    """Passes a page's requests on and remembers them."""
+
+    target: ClassVar[str]
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self._pass_on(None)
+
+    def do_POST(self) -> None:
+        self._pass_on(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+
+    def _pass_on(self, body: bytes | None) -> None:
+        self.asked.append(self.path)
+        headers = {"Content-Type": self.headers["Content-Type"]} if body is not None else {}
+        request = urllib.request.Request(self.target + self.path, data=body, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                status, kind, content = answer.status, answer.headers["Content-Type"], answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, kind, content = error.code, "text/plain", error.read()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def relay(target: str) -> Iterator[str]:
+    Relay.target = target
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Relay)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def tensorboard_server(logdir: Path) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--load_fast=false"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def fetch(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+def wait_for_runs(page: str, runs: set[str]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if set(fetch(f"{page}/data/runs")) == runs:
+                return
+        time.sleep(0.3)
+    raise TimeoutError(f"{page} did not serve {runs}")
+
+
+def open_in_browser(url: str, folder: Path) -> Path:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("Chromium is not installed")
+    picture = folder / "page.png"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    options += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000", f"--screenshot={picture}"]
+    subprocess.run([browser, *options, url], check=True, capture_output=True, timeout=120)
+    return picture
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_real_page_shows_both_runs_and_fetches_nothing_a_trace_asks_for(tmp_path: Path) -> None:
+    logdir = tmp_path / "logs"
+    trainer, sink = Trainer(logdir), TensorBoardSink(logdir)
+    asks = TraceSample(
+        namespace="turn", row=0, own=0, best=0, group="0", length=1, logp_P=(-1.0,),
+        trace="\n\n![](/trace.png)\n<img src=/trace.png>\n",
+    )  # fmt: skip
+    for step in range(5):
+        trainer.log("train/loss", step / 2, step)
+        sink.write(Record(step=step, values={"reward/mean": step / 4}, traces=(asks,)))
+    # The same as markdown that is not indented: shows that the page is drawn, and that such an image is asked for.
+    assert isinstance(sink._writer, EventFile)
+    sink._writer.add_text("collapse_turn_sample/control", "\n\n![](/control.png)", 0)
+    sink.close()
+    trainer.writer.close()
+    with tensorboard_server(logdir) as page, relay(page) as seen_page:
+        wait_for_runs(page, {".", SUBRUN})
+        curve = fetch(f"{page}/data/plugin/scalars/scalars?run=.&tag=train/loss")
+        assert [(step, value) for _, step, value in curve] == [(step, step / 2) for step in range(5)]
+        ours = fetch(f"{page}/data/plugin/scalars/scalars?run={SUBRUN}&tag=collapse/reward/mean")
+        assert [(step, value) for _, step, value in ours] == [(step, step / 4) for step in range(5)]
+        charts = fetch(f"{page}/data/plugin/custom_scalars/layout")
+        assert [category["title"] for category in charts["category"]] == ["Rewards"]
+        open_in_browser(f"{seen_page}/#text", tmp_path)
+    assert [path for path in Relay.asked if path.endswith(".png")] == ["/control.png"]
