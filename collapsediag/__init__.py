@@ -23,6 +23,8 @@ _WHERE = {
     "EmaStd": "collapsediag.statistics",
     "EntropyFit": "collapsediag.metrics.entropy_fit",
     "FanOut": "collapsediag.sinks",
+    "Finding": "collapsediag.findings",
+    "FindingSettings": "collapsediag.findings",
     "FunctionScorer": "collapsediag.scoring.function",
     "GradientProbe": "collapsediag.metrics.gradient",
     "HFScorer": "collapsediag.scoring.hf",
@@ -48,12 +50,15 @@ _WHERE = {
     "ToolCall": "collapsediag.rollouts",
     "ToolFormat": "collapsediag.metrics.format_json",
     "Turn": "collapsediag.rollouts",
+    "Verdict": "collapsediag.findings",
     "build_pairs": "collapsediag.pairs",
     "conditional_entropy": "collapsediag.metrics.information",
     "entropy_metrics": "collapsediag.metrics.entropy_batch",
     "find_reasoning": "collapsediag.spans",
     "fit_reward_entropy": "collapsediag.metrics.entropy_fit",
+    "from_history": "collapsediag.findings",
     "gradient_probe": "collapsediag.probe",
+    "judge": "collapsediag.findings",
     "load_policy": "collapsediag.scoring.load",
     "matrix_metrics": "collapsediag.metrics.from_matrix",
     "mutual_information": "collapsediag.metrics.information",
@@ -63,6 +68,7 @@ _WHERE = {
     "read_rollouts": "collapsediag.readers",
     "reasoning_entropy": "collapsediag.metrics.information",
     "retrieval_accuracy": "collapsediag.metrics.retrieval",
+    "regimes": "collapsediag.findings",
     "reward_metrics": "collapsediag.metrics.rewards",
     "rollout_metrics": "collapsediag.metrics.from_rollouts",
     "rollout_report": "collapsediag.metrics.from_rollouts",
@@ -78,6 +84,12 @@ __all__ = sorted([*_WHERE, "__version__"])
 if TYPE_CHECKING:
     from collapsediag.console import ConsoleSink as ConsoleSink
     from collapsediag.errors import CollapsediagError as CollapsediagError
+    from collapsediag.findings import Finding as Finding
+    from collapsediag.findings import FindingSettings as FindingSettings
+    from collapsediag.findings import Verdict as Verdict
+    from collapsediag.findings import from_history as from_history
+    from collapsediag.findings import judge as judge
+    from collapsediag.findings import regimes as regimes
     from collapsediag.matrix import LogLikelihoodMatrix as LogLikelihoodMatrix
     from collapsediag.metrics.entropy import predicted_entropy_change as predicted_entropy_change
     from collapsediag.metrics.entropy import token_entropy as token_entropy

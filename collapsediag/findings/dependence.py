@@ -1,0 +1,154 @@
+"""Checks of what the reasoning owes to its prompt: the two collapses, compression, and the limit of P."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from collapsediag.findings.facts import Facts, Wording, of_episodes, skipped, too_few
+from collapsediag.findings.finding import RANK, Finding, Status
+from collapsediag.findings.regime import DRAWS, Dependence, RegimeName, RegimeStep, dependences
+from collapsediag.findings.series import high_episodes
+from collapsediag.findings.words import measured, number
+
+NO_MATRIX = "no scored matrix"
+
+_TEMPLATE = Wording(
+    check="template_collapse",
+    title="Template collapse",
+    ok="The reasoning depends on the prompt",
+    what="scored retrieval",
+    missing=NO_MATRIX,
+    meaning="The reasoning no longer says which prompt produced it.",
+    next="Then look at the spread of reward variance, and at the signal of the prompts that are left.",
+)
+_LOW_ENTROPY = Wording(
+    check="low_entropy_collapse",
+    title="Low-entropy collapse",
+    ok="No collapse to a few traces",
+    what="scored retrieval",
+    missing=NO_MATRIX,
+    meaning="The policy writes nearly the same trace whatever the prompt.",
+    next="Go back to a checkpoint before this step; then more entropy bonus or KL, or a lower learning rate.",
+)
+_COMPRESSED = Wording(
+    check="compressed_reasoning",
+    title="Compressed reasoning",
+    ok="H(Z|X) holds",
+    what="scored retrieval",
+    missing=NO_MATRIX,
+    meaning="Traces of one prompt are more alike than at the start, and still say which prompt they are of.",
+    next="Watch pass@k at large k: exploration is what shrinks.",
+)
+
+
+def template_collapse(facts: Facts) -> Finding:
+    """MI low, H(Z|X) not."""
+    return _worst(facts, _TEMPLATE, "template collapse", _grave_at_chance)
+
+
+def low_entropy_collapse(facts: Facts) -> Finding:
+    """MI low, H(Z|X) low."""
+    return _worst(facts, _LOW_ENTROPY, "low-entropy collapse", lambda _, __: "critical")
+
+
+def compressed_reasoning(facts: Facts) -> Finding:
+    """H(Z|X) low, MI not: information, no alarm."""
+    return _worst(facts, _COMPRESSED, "compressed reasoning", lambda _, __: "info")
+
+
+def _grave_at_chance(facts: Facts, steps: list[RegimeStep]) -> Status:
+    # Never seen above chance in this run, it is a state and no collapse yet; `chance_from_the_start` has the alarm.
+    was_above = not all(step.at_chance for step in steps)
+    return "critical" if steps[-1].at_chance and was_above else "warning"
+
+
+def _worst(
+    facts: Facts, words: Wording, name: RegimeName, status: Callable[[Facts, list[RegimeStep]], Status]
+) -> Finding:
+    """Of all draws of turns the gravest finding, and of equal ones the earliest."""
+    if not facts.regimes:
+        return skipped(words.check, words.title, words.missing)
+    found = [_finding(facts, words, name, draw, status(facts, steps)) for draw, steps in facts.regimes.items()]
+    return max(found, key=lambda f: (RANK[f.status], -(f.since_step or 0)))
+
+
+def _finding(facts: Facts, words: Wording, name: RegimeName, draw: str, status: Status) -> Finding:
+    steps, settings = facts.regimes[draw], facts.settings
+    if len(steps) < settings.persistence:
+        return skipped(words.check, words.title, too_few(settings.persistence, "scored"))
+    points, last = dependences(facts.records, draw), steps[-1]
+    start = points[: max(1, min(settings.n_baseline, len(points) - settings.persistence))]
+    title, said = _title(words, steps, name, status)
+    where = "" if draw == "first_turn" else f" ({DRAWS[draw]})"
+    holds = last.name == name
+    return Finding(
+        check=words.check,
+        status=said,
+        title=title + where,
+        metric=f"collapse_{draw}_sample/{points[-1].name}",
+        value=points[-1].accuracy,
+        interval=points[-1].interval,
+        baseline=_mean([p.accuracy for p in start]),
+        since_step=last.since_step if holds else None,
+        n_steps=sum(step.step >= (last.since_step or 0) for step in steps) if holds else None,
+        traces=facts.traces(draw) if holds and said != "info" else (),
+        evidence=_evidence(points[-1], start),
+        meaning=words.meaning if holds else "",
+        next=_next(facts, words) if holds else "",
+    )
+
+
+def _title(words: Wording, steps: list[RegimeStep], name: RegimeName, status: Status) -> tuple[str, Status]:
+    last, earlier = steps[-1], [step for step in steps if step.name == name]
+    if last.name == name:
+        return words.title, status
+    if not earlier or status == "info":
+        return words.ok, "ok"
+    return f"{words.title} from step {earlier[-1].since_step} to {earlier[-1].step}, then {last.name}", "info"
+
+
+def _evidence(point: Dependence, start: Sequence[Dependence]) -> str:
+    text = (
+        f"Retrieval accuracy {measured(point.accuracy, point.interval)}, chance {number(point.chance)}, "
+        f"at the start {number(_mean([p.accuracy for p in start]))}"
+    )
+    entropies = [p.entropy for p in start if p.entropy is not None]
+    if point.entropy is not None and entropies:
+        text += f"; H(Z|X) {number(point.entropy)} nats/token, at the start {number(_mean(entropies))}"
+    return f"{text}."
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _next(facts: Facts, words: Wording) -> str:
+    spread = facts.last("reward/variance_spread")
+    if words is _TEMPLATE and spread is not None:
+        return f"Then look at the spread of reward variance ({number(spread)})."
+    return words.next
+
+
+def mi_saturation(facts: Facts) -> Finding:
+    """The information per trace is at its bound log P: more prompts are needed before a change can be seen."""
+    words = Wording(
+        check="mi_saturation",
+        title="MI at its bound",
+        ok="MI below its bound",
+        what="MI over its bound log P",
+        missing=NO_MATRIX,
+        meaning="P is too small to see a loss of information before it is large.",
+        next="Score more distinct prompts a step before reading anything into a flat curve.",
+    )
+    found = []
+    for draw in facts.regimes:
+        series = facts.series(f"collapse_{draw}_sample/mi_saturation")
+        if len(series) >= facts.settings.persistence:
+            found.append(
+                of_episodes(words, high_episodes(series, facts.settings.saturation_high, facts.settings), "info")
+            )
+    if found:
+        return max(found, key=lambda f: RANK[f.status])
+    if not facts.regimes:
+        return skipped(words.check, words.title, NO_MATRIX)
+    return skipped(words.check, words.title, too_few(facts.settings.persistence, "scored"))

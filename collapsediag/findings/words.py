@@ -1,0 +1,125 @@
+"""Findings and verdicts in plain words, for a terminal, a log line, a notification."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collapsediag.findings.finding import Finding, Verdict
+
+WIDTH = 100
+
+
+def number(value: float) -> str:
+    """Three significant digits, without a needless exponent.
+
+    >>> number(0.125), number(1234.5), number(3.0)
+    ('0.125', '1234', '3')
+    """
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def measured(value: float, interval: tuple[float, float] | None = None) -> str:
+    """A number with its interval.
+
+    >>> measured(0.15, (0.11, 0.2))
+    '0.15 [0.11, 0.2]'
+    """
+    return number(value) + ("" if interval is None else f" [{number(interval[0])}, {number(interval[1])}]")
+
+
+def counted(n: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> counted(1, "check"), counted(2, "check")
+    ('1 check', '2 checks')
+    """
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def sentence(finding: Finding) -> str:
+    """One finding as a paragraph: what, since when, the numbers, what they mean."""
+    if finding.status == "skipped":
+        return f"{finding.check}: skipped, {finding.missing}."
+    opening = finding.title.upper() if finding.is_alarm and not finding.is_lookalike else finding.title
+    if finding.since_step is not None:
+        opening += f" since step {finding.since_step}"
+        if finding.n_steps is not None:
+            opening += f" ({counted(finding.n_steps, 'measured step')} in a row)"
+    return " ".join(part for part in (f"{opening}.", finding.evidence, finding.meaning) if part)
+
+
+def headline(verdict: Verdict) -> str:
+    """The verdict as a paragraph. It always says how many checks ran and what was missing for the others."""
+    alarms = verdict.alarms
+    parts = []
+    first = [f for f in alarms if f.is_lookalike]
+    main = [f for f in alarms if not f.is_lookalike]
+    if first and main:
+        parts.append(f"Rule out first: {'; '.join(_lowered(f.title) for f in first)}.")
+    shown = _shown(verdict)
+    if shown is not None:
+        parts.append(sentence(shown))
+        if len(main) > 1:
+            parts.append(f"Also: {'; '.join(_lowered(f.title) for f in main[1:])}.")
+    elif any(f.status != "skipped" for f in verdict.findings):
+        parts.append("No sign of collapse in what was checked.")
+    else:
+        parts.append("Nothing could be checked.")
+    parts.append(counts(verdict))
+    if shown is not None:
+        reading = f"Read traces {', '.join(map(str, shown.traces))} side by side." if len(shown.traces) > 1 else ""
+        parts.extend(part for part in (reading, shown.next) if part)
+    return " ".join(parts)
+
+
+def _shown(verdict: Verdict) -> Finding | None:
+    """The finding that the headline tells: the gravest that is no look-alike, else the first of those."""
+    alarms = verdict.alarms
+    return next((f for f in alarms if not f.is_lookalike), alarms[0] if alarms else None)
+
+
+def counts(verdict: Verdict) -> str:
+    """How many checks ran, how many did not and for want of what."""
+    ran, skipped = len(verdict.findings) - len(verdict.skipped), verdict.skipped
+    text = f"{counted(ran, 'check')} ran"
+    if skipped:
+        missing = dict.fromkeys(finding.missing for finding in skipped)
+        text += f", {len(skipped)} skipped ({', '.join(missing)})"
+    if verdict.n_failed:
+        text += f"; {counted(verdict.n_failed, 'step')} could not be measured"
+    return text + "."
+
+
+def _lowered(title: str) -> str:
+    return title[:1].lower() + title[1:]
+
+
+def verdict_lines(verdict: Verdict, *, width: int = WIDTH, every: bool = False) -> list[str]:
+    """The verdict as lines of a terminal: the headline, then one paragraph for each finding worth reading.
+
+    every: also list the checks that found nothing and those that were skipped.
+    """
+    lines = textwrap.wrap(headline(verdict), width)
+    if verdict.regime is not None:
+        lines.append(f"Regime at the last scored step ({verdict.last_scored_step}): {verdict.regime}.")
+    told = _shown(verdict)
+    order = sorted(verdict.findings, key=lambda f: (not f.is_lookalike, *_grave_first(f)))
+    for finding in order:
+        if not every and (finding.status in ("ok", "skipped") or finding is told):
+            continue
+        said = sentence(finding)
+        if finding.status == "ok":
+            said = f"{finding.title}. {finding.evidence}".rstrip()
+        if finding.next and finding.status not in ("ok", "skipped"):
+            said += f" {finding.next}"
+        mark = f"{finding.status:>8}  "
+        lines += textwrap.wrap(said, width, initial_indent=mark, subsequent_indent=" " * len(mark))
+    return lines
+
+
+def _grave_first(finding: Finding) -> tuple[int]:
+    from collapsediag.findings.finding import RANK
+
+    return (-RANK[finding.status],)
