@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": "a real small training run that collapses, watched live (about two minutes on a laptop)",
     "score": "saved rollouts and a policy in, collapse metrics out",
     "preflight": "one batch of rollouts before training: what would go wrong",
+    "compare": "several runs: which diagnostics go with success across them",
 }
 
 

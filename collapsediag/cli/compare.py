@@ -1,0 +1,114 @@
+"""Compare runs: which diagnostics go with success across them.
+
+    collapsediag compare runs/a runs/b runs/c ...
+    collapsediag compare runs/* --outcome pass@1 --json
+
+Each diagnostic of each run is summarised by its mean, last value, minimum and slope, and ranked against the outcome
+(the mean of its last 5 measured steps): Spearman's rank correlation with a 95% interval and the number of runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from collapsediag.console import number, printable
+from collapsediag.errors import SettingsError
+from collapsediag.findings.across_runs import Comparison, Correlation, compare_runs
+from collapsediag.run_folder import read_records
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TOP = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument(
+        "--outcome", metavar="NAME", help="the number that says how a run ended (default pass@1, else reward/mean)"
+    )
+    parser.add_argument(
+        "--top", type=int, default=TOP, metavar="N", help=f"rows to show, strongest first; 0 for all (default {TOP})"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the runs, correlate, print."""
+    if args.top < 0:
+        raise SettingsError(f"--top {args.top}: a number of rows, 0 for all.")
+    if len(set(map(str, args.runs))) < 2:
+        raise SettingsError(f"{len(args.runs)} run given; a comparison needs several, and 8 or more to say something.")
+    comparison = compare_runs(
+        {str(Path(run)): read_records(run) for run in dict.fromkeys(args.runs)}, outcome=args.outcome
+    )
+    if args.json:
+        print(json.dumps(comparison.to_json(), indent=2))
+        return 0
+    print_comparison(comparison, args.top)
+    return 0
+
+
+def print_comparison(comparison: Comparison, top: int) -> None:
+    """The outcome of each run, the strongest correlations, and what to know before believing them."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(outcome_table(comparison))
+    rows = comparison.correlations[:top] if top else comparison.correlations
+    if rows:
+        console.print(correlation_table(comparison, rows))
+    hidden = len(comparison.correlations) - len(rows)
+    if hidden:
+        console.print(f"{hidden} more rows: --top 0 shows all.", markup=False)
+    for run in comparison.runs_left_out:
+        console.print(f"left out {printable(run)}: it does not hold {printable(comparison.outcome)}", markup=False)
+    if comparison.left_out:
+        console.print(f"{len(comparison.left_out)} rows left out: constant, or in fewer than 3 runs.", markup=False)
+    if comparison.warning:
+        console.print(comparison.warning, style="yellow", markup=False)
+
+
+def outcome_table(comparison: Comparison) -> Table:
+    """Runs, best first."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(f"{comparison.outcome}, {comparison.n_runs} runs"), box=box.SIMPLE_HEAD)
+    table.title_justify = "left"
+    table.add_column("run")
+    table.add_column("outcome", justify="right")
+    for name, value in sorted(comparison.outcomes.items(), key=lambda item: -item[1]):
+        table.add_row(Text(printable(name)), number(value))
+    return table
+
+
+def correlation_table(comparison: Comparison, rows: Sequence[Correlation]) -> Table:
+    """Correlations with their intervals; those whose interval holds zero are dim."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"Spearman's rank correlation with {comparison.outcome}, strongest first"
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD)
+    table.title_justify = "left"
+    table.add_column("diagnostic", overflow="fold")
+    table.add_column("of each run")
+    for heading in ("rho", "95% interval", "runs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            Text(printable(row.metric)),
+            row.summary,
+            f"{row.rho:+.2f}",
+            Text(f"[{row.low:+.2f}, {row.high:+.2f}]"),
+            str(row.n),
+            style=None if row.excludes_zero else "dim",
+        )
+    return table
