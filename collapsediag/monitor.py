@@ -204,6 +204,11 @@ class Monitor:
         self._reported_drops: set[str] = set()
 
     @property
+    def last_step(self) -> int | None:
+        """The step observed last, None before the first."""
+        return self._last_step
+
+    @property
     def uses_context_bank(self) -> bool:
         """Whether contexts of earlier batches serve as further columns."""
         return self._bank is not None

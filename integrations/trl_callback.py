@@ -14,6 +14,7 @@ from collapsediag._optional import require
 from collapsediag.errors import SettingsError
 from collapsediag.integrations.trl_session import TrlSession
 from collapsediag.monitor import Monitor
+from collapsediag.training.log_window import Logged
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -27,6 +28,7 @@ class CollapseCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
     every: the policy is scored at the first step and then every so many; the other numbers come at every step.
     sinks: where records go beside the trainer's own log, see Monitor. The main process alone writes.
     eval_sinks: the same for evaluations, which otherwise are in the trainer's log only (`eval_collapse_...`).
+    logged: what goes into the trainer's log: "charts" (about 25 numbers), "all" (hundreds) or "none". Sinks get all.
     evaluate: measure evaluations: all their rollouts together, once.
     budget: score each trace under its own and so many other contexts (BudgetScorer); None: under all.
     context_bank: so many contexts of earlier batches serve as further columns, for one prompt per batch.
@@ -46,6 +48,7 @@ class CollapseCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         every: int = 10,
         sinks: Iterable[Any] | str = (),
         eval_sinks: Iterable[Any] | str = (),
+        logged: Logged = "charts",
         evaluate: bool = True,
         budget: int | None = None,
         context_bank: int = 0,
@@ -58,6 +61,7 @@ class CollapseCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
             every=every,
             sinks=sinks,
             eval_sinks=eval_sinks,
+            logged=logged,
             evaluate=evaluate,
             budget=budget,
             environment=environment,

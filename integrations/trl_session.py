@@ -19,7 +19,7 @@ from collapsediag.integrations.trl_rollouts import Captured, Part, add_generatio
 from collapsediag.monitor import Monitor
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.hf import HFScorer
-from collapsediag.training.log_window import LogWindow
+from collapsediag.training.log_window import Logged, LogWindow
 from collapsediag.training.patches import InstancePatches
 from collapsediag.training.ranks import JobMonitor
 
@@ -48,6 +48,7 @@ class TrlSession:
         every: int,
         sinks: Iterable[Any] | str,
         eval_sinks: Iterable[Any] | str,
+        logged: Logged,
         evaluate: bool,
         budget: int | None,
         environment: str | None,
@@ -65,7 +66,7 @@ class TrlSession:
             "train": JobMonitor(Monitor(every=every, sinks=sinks, **monitor_options), budget=budget),
             "eval": JobMonitor(Monitor(every=1, sinks=eval_sinks, **monitor_options), budget=budget),
         }
-        self._windows = {"train": LogWindow(), "eval": LogWindow()}
+        self._windows = {"train": LogWindow(logged), "eval": LogWindow(logged)}
         self._scorer: HFScorer | None = None
         self._captured: Captured | None = None
         self._eval_part: Part | Exception | None = None

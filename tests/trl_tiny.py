@@ -123,9 +123,13 @@ def trainer(kind: str, out: Any, callbacks: Any = (), **changes: Any) -> Any:
 
     tok = tokenizer()
     model = changes.pop("model", None) or qwen2(tok)
+    if changes.get("beta") and "peft_config" not in changes:
+        # TRL loads the reference model from where the policy came from.
+        model.save_pretrained(str(out / "policy"))
+        model.config._name_or_path = str(out / "policy")
     rewards = changes.pop("reward_funcs", [reward_vowels])
     conversational = changes.pop("conversational", False)
-    peft_config = changes.pop("peft_config", None)
+    extra = {name: changes.pop(name) for name in ("peft_config", "rollout_func") if name in changes}
     evaluates = "eval_steps" in changes
     settings: dict[str, Any] = {
         "output_dir": str(out),
@@ -155,7 +159,7 @@ def trainer(kind: str, out: Any, callbacks: Any = (), **changes: Any) -> Any:
         eval_dataset=questions(3, conversational, seed=5) if evaluates else None,
         processing_class=tok,
         callbacks=list(callbacks),
-        **({} if peft_config is None else {"peft_config": peft_config}),
+        **extra,
     )
 
 
