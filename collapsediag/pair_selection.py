@@ -82,18 +82,17 @@ def select_rows(
     """
     if not stratum_M.size:
         return Selection(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    order, turn = _round_robin(stratum_M, rng)
+    order = _round_robin(stratum_M, rng)
     _, first_seen = np.unique(column_M[order], return_index=True)
     columns = column_M[order][np.sort(first_seen)][: _column_limit(first_seen.size, max_columns, max_rows, max_cells)]
     n_rows = order.size if max_rows is None else max_rows
     if max_cells is not None:
         n_rows = max(1, min(n_rows, max_cells // columns.size))
-    eligible = np.isin(column_M[order], columns)
-    order, turn = order[eligible], turn[eligible]
+    order = order[np.isin(column_M[order], columns)]
     # The first row of each column goes first, so that no column is without a trace of its own if it can be helped.
     later = np.ones(order.size, dtype=np.bool_)
     later[np.unique(column_M[order], return_index=True)[1]] = False
-    chosen = order[np.lexsort((np.arange(order.size), turn, later))][:n_rows]
+    chosen = order[np.argsort(later, kind="stable")][:n_rows]
     return Selection(np.sort(chosen), np.sort(columns))
 
 
@@ -106,13 +105,12 @@ def _column_limit(n_columns: int, max_columns: int | None, max_rows: int | None,
     return max(wanted, at_least)
 
 
-def _round_robin(stratum_M: IntArray, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-    """Rows in the order of choice, and for each how many of its stratum came before it."""
+def _round_robin(stratum_M: IntArray, rng: np.random.Generator) -> IntArray:
+    """Rows in the order of choice: the first of every stratum, then the second of every stratum, and so on."""
     _, stratum = np.unique(stratum_M, return_inverse=True)
     rank_of_stratum = rng.permutation(int(stratum.max()) + 1)
     shuffled = rng.permutation(stratum.size)
     by_stratum = shuffled[np.argsort(stratum[shuffled], kind="stable")]
     counts = np.bincount(stratum)
     turn = np.arange(stratum.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    order = np.lexsort((rank_of_stratum[stratum[by_stratum]], turn))
-    return by_stratum[order], turn[order]
+    return by_stratum[np.lexsort((rank_of_stratum[stratum[by_stratum]], turn))]

@@ -332,10 +332,10 @@ def test_the_same_seed_step_and_namespace_give_the_same_pairs(namespace: str) ->
 
 
 def test_namespaces_draw_independently() -> None:
-    single = batch([(g, [(f"{g}", f"<think>{g} {i}</think>")]) for g in range(8) for i in range(4)])
-    chosen = [as_text(build(single, namespace=n, max_traces=8)) for n in NAMESPACES]
-    assert chosen[0] != chosen[1]
-    assert chosen[1] != chosen[2]
+    # With one rollout a group and one turn a rollout all three choose from the same rows in the same way.
+    single = batch([(g, [("A?" if g % 2 else "B?", f"<think>{g}</think>")]) for g in range(40)])
+    chosen = [tuple(as_text(build(single, namespace=n, max_traces=8))) for n in NAMESPACES]
+    assert len(set(chosen)) == 3
 
 
 def test_steps_and_seeds_may_be_any_whole_number() -> None:
@@ -361,6 +361,9 @@ def test_the_models_limit_holds_across_pairs_and_costs_as_few_rows_as_it_can() -
     ]
     pairs = build(batch(rows), max_total_tokens=100)
     assert pairs.dropped == {DropReason.CONTEXT_TOO_LONG: 1, DropReason.TRACE_TOO_LONG: 1}
+    exact = batch([("a", [("A", "<think>zz</think>")])])
+    assert build(exact, max_total_tokens=10).n_traces == 1
+    assert build(exact, max_total_tokens=9).n_traces == 0
     # Each would fit alone; only crossed they do not.
     rows = [
         ("a", [("x" * 50, "<think>zz</think>")]),
@@ -383,6 +386,7 @@ def test_the_models_limit_holds_across_pairs_and_costs_as_few_rows_as_it_can() -
         ([("A?<think>\n", "1"), ("A?", "1")], "think", "1 of 2 turns"),
         ([("A?<think>x</think>A?", "1")], "think", "none of 1 turns opens a block, but contexts show <think>"),
         ([("A? Use <think> and </think>.\x03", "1")], "think", "contexts show <think>"),
+        ([("A? Answer in <think></think>, please.\x03", "1")], "think", "contexts show <think>"),
         ([("A?<think>\n\n</think>\n\n", "1")], "completion", "none of 1 turns has <think>"),
         ([("A?", "1 </think>")], "completion", "none of 1 turns has <think>"),
         ([("A?", "1")], "completion", "none of 1 turns has <think>"),

@@ -38,7 +38,7 @@ def kept_at(cut: int, context: list[int], trace: list[int], limit: int) -> list[
 
 
 @given(
-    st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12)), min_size=1, max_size=12),
     st.integers(1, 20),
 )
@@ -61,6 +61,8 @@ def test_one_long_context_or_one_long_trace_does_not_cost_the_rest() -> None:
     context, column = np.array([10, 10, 20, 20, 900]), np.array([0, 0, 1, 1, 2])
     assert fitting_lengths(context, np.array([50, 60, 50, 60, 50]), column, 1000) == (900, 100)
     assert fitting_lengths(context, np.array([50, 60, 50, 980, 90]), column, 980) == (20, 960)
+    # The rows of the longest context that is kept count as well.
+    assert fitting_lengths(np.array([10, 10, 50]), np.array([90, 90, 5]), np.array([0, 1, 2]), 100) == (10, 90)
     # A column that is kept is worth more than rows: without two, nothing can be measured.
     context, column = np.array([10, 10, 10, 50]), np.array([0, 0, 0, 1])
     assert fitting_lengths(context, np.array([90, 90, 5, 5]), column, 100) == (50, 50)

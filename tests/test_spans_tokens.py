@@ -279,6 +279,8 @@ def test_several_pairs_of_tags_each_closed_by_its_own() -> None:
     assert split(finder, tokenizer.decode, ids[2:], context=ids[:2]) == ("ok", "", "a</think>b", "[/r]c")
     assert finder.open_pair(ids[:2]) == 1
     assert finder.open_pair(tokenizer.ids("<think>", "[r", "]", "[/r", "]")) == 0
+    assert finder.open_pair(tokenizer.ids("[r", "]", "<think>")) == 0
+    assert finder.open_pair(tokenizer.ids("<think>", "[r", "]")) == 1
 
 
 # --- contexts ----------------------------------------------------------------------------------------------------
