@@ -138,7 +138,7 @@ def test_the_layout_grows_when_a_run_begins_to_be_scored_later(tmp_path: Path) -
     sink = TensorBoardSink(tmp_path)
     sink.write(Record(step=0, values={"reward/mean": 0.5}))
     sink.write(Record(step=1, values={"reward/mean": 0.5, KEY + "mi_zscore_ema": 1.0}))
-    sink.write(Record(step=2, values={"reward/mean": 0.5, KEY + "mi_zscore_ema": 1.0}))
+    sink.write(Record(step=2, values={"reward/mean": 0.5, KEY + "mi_zscore_ema": 1.0, KEY + "gap_std": 1.0}))
     sink.close()
     found = [[category.title for category in layout.category] for layout in layouts(read(tmp_path / SUBRUN))]
     assert found == [["Rewards"], ["Input dependence, first turn", "Rewards"]]

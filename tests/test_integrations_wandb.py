@@ -110,12 +110,22 @@ def transformers_trainer(loop: Loop) -> None:
             loop.trained.append((step,))
 
 
+def trainer_without_steps_is_far_ahead(loop: Loop) -> None:
+    """W&B's counter passes the step number: a row sent with step= would be dropped."""
+    for step in range(1, 12):
+        for _ in range(4):
+            loop.run.log({"train/loss": step})
+            loop.trained.append((step,))
+        loop.observe(step)
+
+
 STYLES = (
     explicit_step_then_library,
     library_then_explicit_step,
     trainer_logs_twice_a_step,
     trainer_every_20_library_every_step,
     transformers_trainer,
+    trainer_without_steps_is_far_ahead,
 )
 
 
@@ -125,7 +135,9 @@ def test_no_row_is_lost_on_either_side(style: Callable[[Loop], None], wandb: Any
     loop = Loop(run)
     style(loop)
     loop.sink.close()
+    run.log({"train/after": 1.0})
     found = finished(run)
+    assert found.column("train/after") == [(1.0,)], "the run is the trainer's to finish"
     assert found.column("train/loss") == loop.trained
     assert found.column("train/late") == loop.late
     assert found.column(STEP, MI) == loop.observed
