@@ -42,11 +42,10 @@ def run(args: argparse.Namespace) -> int:
     """Read the runs, correlate, print."""
     if args.top < 0:
         raise SettingsError(f"--top {args.top}: a number of rows, 0 for all.")
-    if len(set(map(str, args.runs))) < 2:
-        raise SettingsError(f"{len(args.runs)} run given; a comparison needs several, and 8 or more to say something.")
-    comparison = compare_runs(
-        {str(Path(run)): read_records(run) for run in dict.fromkeys(args.runs)}, outcome=args.outcome
-    )
+    runs = dict.fromkeys(str(Path(run)) for run in args.runs)
+    if len(runs) < 2:
+        raise SettingsError("one run was given; a comparison needs several, and 8 or more to say something.")
+    comparison = compare_runs({run: read_records(run) for run in runs}, outcome=args.outcome)
     if args.json:
         print(json.dumps(comparison.to_json(), indent=2))
         return 0

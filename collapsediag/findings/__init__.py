@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+from collapsediag.findings.checks import judge
 from collapsediag.findings.finding import Finding, Verdict
 from collapsediag.findings.history import from_history
-from collapsediag.findings.checks import judge
 from collapsediag.findings.regime import RegimeStep, regimes
 from collapsediag.findings.settings import FindingSettings
 from collapsediag.findings.words import verdict_lines

@@ -110,8 +110,8 @@ def compare_runs(runs: Mapping[str, Sequence[Record]], *, outcome: str | None = 
     if len(outcomes) < 2:
         known = sorted({key for series in held.values() for key in series if not _NO_DIAGNOSTIC.search(key)})
         raise MetricError(
-            f"{len(outcomes)} of {len(runs)} runs hold {name!r}; a comparison needs 2, and {FEW_RUNS} to say something. "
-            f"The runs hold: {', '.join(known) or 'no numbers'}."
+            f"{len(outcomes)} of {len(runs)} runs hold {name!r}; a comparison needs 2, and {FEW_RUNS} to say "
+            f"something. The runs hold: {', '.join(known) or 'no numbers'}."
         )
     found: list[Correlation] = []
     left_out: dict[str, str] = {}
@@ -127,8 +127,8 @@ def compare_runs(runs: Mapping[str, Sequence[Record]], *, outcome: str | None = 
                 left_out[f"{metric} ({summary})"] = correlation
             else:
                 found.append(correlation)
-    # Stable: equal ones stay in the order of the records.
-    found.sort(key=lambda c: -abs(c.rho) if c.n >= FEW_RUNS or len(outcomes) < FEW_RUNS else 1.0)
+    # By the end of the interval that is nearest to zero: three runs in order are not stronger than thirty nearly so.
+    found.sort(key=lambda c: (-max(c.low, -c.high), -abs(c.rho)))
     return Comparison(
         outcome=name,
         outcomes=outcomes,
