@@ -16,7 +16,7 @@ from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 # Keys that say the batch holds images: a prompt's tokens alone are then not its context.
 IMAGE_KEYS = ("pixel_values", "num_images", "image_grid_thw", "pixel_attention_mask", "image_sizes")
 # What TRL may know about its own tokens, best first: the policy that trains, then the engine that sampled.
-LOGP_KEYS = ("old_per_token_logps", "old_logps", "sampling_per_token_logps")
+LOGP_KEYS = ("old_per_token_logps", "sampling_per_token_logps")
 
 
 @dataclass(frozen=True, kw_only=True)

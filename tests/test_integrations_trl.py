@@ -371,13 +371,13 @@ def test_numbers_are_in_the_log_once_at_the_right_step(tmp_path: Path, monkeypat
     logged = [(row["step"], row[KEY + "mi_seq_estimate"]) for row in log if KEY + "mi_seq_estimate" in row]
     assert logged == [(2, scored[0]), (4, scored[2]), (5, scored[4])]
     evaluations = [row for row in log if "eval_" + KEY + "mi_seq_estimate" in row]
-    assert [row["step"] for row in evaluations] == [4] == [r.step for r in eval_keep.records]
+    assert [row["step"] for row in evaluations] == [4, 5] == [r.step for r in eval_keep.records]
     assert evaluations[0]["eval_" + KEY + "n_traces"] == 12.0  # 3 prompts x 4, in three batches
     assert all(isinstance(v, float) and math.isfinite(v) for row in log for k, v in row.items() if "collapse" in k)
     assert not any("loss" not in row for row in log if row["step"] in (2,))
     assert {k for k in rows_of(log) if not is_charted(plain(k))} == set()
     assert tensorboard_steps(tmp_path, "train/collapse/reward/mean") == [2, 4, 5]
-    assert tensorboard_steps(tmp_path, "eval/" + KEY + "mi_seq_estimate") == [4]
+    assert tensorboard_steps(tmp_path, "eval/" + KEY + "mi_seq_estimate") == [4, 5]
 
 
 def rows_of(log: list[dict[str, Any]]) -> set[str]:
