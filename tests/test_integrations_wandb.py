@@ -37,6 +37,8 @@ def wandb(wandb_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONSOLE", "off")
+    if os.environ["WANDB_MODE"] != wandb_module.setup().settings.mode:
+        wandb_module.teardown()  # W&B reads the environment once a process, and another test came first
     yield wandb_module
     if wandb_module.run is not None:
         wandb_module.run.finish()
