@@ -1,0 +1,166 @@
+"""`collapsediag compare`: rank correlations of diagnostics with an outcome across runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from collapsediag.cli import main
+from collapsediag.errors import MetricError
+from collapsediag.findings.across_runs import Correlation, compare_runs, summarise
+from collapsediag.record import Record
+from collapsediag.run_folder import RunStore
+
+Z = "collapse_first_turn_sample/mi_zscore_ema"
+
+
+def runs(n: int = 12, *, seed: int = 0, n_steps: int = 8) -> dict[str, list[Record]]:
+    """Success follows the MI z-score with noise; entropy is unrelated; length falls faster in better runs."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for r in range(n):
+        quality = rng.uniform(0, 1)
+        found[f"run{r:02d}"] = [
+            Record(
+                step=5 * i,
+                values={
+                    Z: quality + rng.normal(0, 0.1),
+                    f"{Z}/ci_low": quality,
+                    "entropy/token_mean": rng.uniform(0, 2),
+                    "length/mean": 100 - quality * i + rng.normal(0, 0.01),
+                    "pass@1": min(1.0, max(0.0, quality + rng.normal(0, 0.05))),
+                    "format/valid_fraction": 1.0,
+                    "n_rollouts": 64.0 + quality,
+                    "timing_s/collapse_step": quality,
+                },
+            )
+            for i in range(n_steps)
+        ]
+    return found
+
+
+def row(correlations: tuple[Correlation, ...], metric: str, summary: str) -> Correlation:
+    (found,) = [c for c in correlations if (c.metric, c.summary) == (metric, summary)]
+    return found
+
+
+def test_every_summary_against_scipy() -> None:
+    data = runs()
+    comparison = compare_runs(data, outcome="pass@1")
+    outcome = [np.mean([r.values["pass@1"] for r in records][-5:]) for records in data.values()]
+    np.testing.assert_allclose(list(comparison.outcomes.values()), outcome)
+    by_hand = {
+        "mean": np.mean,
+        "last": lambda v: v[-1],
+        "minimum": np.min,
+        "slope": lambda v: np.polyfit(5 * np.arange(len(v)), v, 1)[0],
+    }
+    for metric in (Z, "entropy/token_mean", "length/mean"):
+        for summary, function in by_hand.items():
+            x = [function([r.values[metric] for r in records]) for records in data.values()]
+            found = row(comparison.correlations, metric, summary)
+            np.testing.assert_allclose(found.rho, stats.spearmanr(x, outcome).statistic, atol=1e-12)
+            assert found.n == 12
+            assert found.low <= found.rho <= found.high
+    assert row(comparison.correlations, Z, "mean").excludes_zero
+    assert row(comparison.correlations, "length/mean", "slope").rho < -0.9
+    assert comparison.correlations[0].metric in (Z, "length/mean")
+
+
+def test_counts_times_intervals_and_the_outcome_itself_are_no_diagnostics() -> None:
+    comparison = compare_runs(runs(), outcome="pass@1")
+    assert {c.metric for c in comparison.correlations} == {Z, "entropy/token_mean", "length/mean"}
+    assert set(comparison.left_out) == {f"format/valid_fraction ({s})" for s in ("mean", "last", "minimum", "slope")}
+    assert "constant" in comparison.left_out["format/valid_fraction (mean)"]
+
+
+def test_slope_is_per_step_and_needs_two() -> None:
+    assert summarise([0, 10, 40], [1.0, 2.0, 5.0], "slope") == pytest.approx(0.1)
+    assert summarise([0], [1.0], "slope") is None
+
+
+def test_few_runs_are_said_to_be_few() -> None:
+    few = compare_runs(runs(4))
+    assert few.warning.startswith("4 runs are too few: below 8 ")
+    assert "12 correlations were computed" in few.warning
+    assert "about 1 would by chance" in few.warning
+    assert not compare_runs(runs(12)).warning.startswith("12 runs are too few")
+
+
+def test_each_row_counts_its_own_runs() -> None:
+    data = runs()
+    for name in list(data)[:4]:
+        data[name] = [Record(step=r.step, values={k: v for k, v in r.values.items() if k != Z}) for r in data[name]]
+    comparison = compare_runs(data, outcome="pass@1")
+    assert row(comparison.correlations, Z, "mean").n == 8
+    assert row(comparison.correlations, "length/mean", "mean").n == 12
+
+
+def test_runs_without_the_outcome_are_left_out_and_named() -> None:
+    data = runs()
+    data["other"] = [Record(step=0, values={"reward/mean": 1.0})]
+    comparison = compare_runs(data, outcome="pass@1")
+    assert (comparison.n_runs, comparison.runs_left_out) == (12, ("other",))
+    with pytest.raises(MetricError, match=r"1 of 13 runs hold 'reward/mean'.*The runs hold: .*entropy/token_mean"):
+        compare_runs(data)  # pass@1 is not in all runs, so the mean reward would be the outcome
+
+
+def test_failed_steps_and_repeated_steps() -> None:
+    data = runs(4)
+    name = next(iter(data))
+    noisy = [
+        *(Record(step=r.step, values={**r.values, Z: 99.0}) for r in data[name]),
+        *data[name],
+        Record(step=1, values={"collapse/failures": 1.0}, status="failed", reason="x"),
+    ]
+    assert compare_runs({**data, name: noisy}) == compare_runs(data)
+
+
+def written(folder: Path, n: int) -> list[str]:
+    for name, records in runs(n).items():
+        with RunStore(folder / name) as store:
+            for record in records:
+                store.append(record)
+    return [str(folder / name) for name in runs(n)]
+
+
+def test_the_command_prints_a_table_with_intervals_and_its_doubts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main(["compare", *written(tmp_path, 6), "--top", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    first = compare_runs(runs(6), outcome="pass@1").correlations[0]
+    assert f"{first.rho:+.2f}  [{first.low:+.2f}, {first.high:+.2f}] 6" in shown
+    assert "pass@1, 6 runs" in shown
+    assert "10 more rows" in shown
+    assert "6 runs are too few" in shown
+
+
+def test_the_command_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = written(tmp_path, 9)
+    assert main(["compare", *folders, "--outcome", "pass@1", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["n_runs"], data["outcome"], len(data["correlations"])) == (9, "pass@1", 12)
+    assert set(data["outcomes"]) == set(folders)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [([], "one run was given"), (["--top", "-1"], "--top -1"), (["elsewhere"], "is not a run folder")],
+)
+def test_wrong_input_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str], words: str
+) -> None:
+    (folder,) = written(tmp_path, 1)
+    assert main(["compare", folder, folder + "/", *extra]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_outcome_nobody_holds_lists_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *written(tmp_path, 3), "--outcome", "sucess"]) == 2
+    assert "0 of 3 runs hold 'sucess'" in capsys.readouterr().err

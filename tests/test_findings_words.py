@@ -1,0 +1,88 @@
+"""Verdicts in words and as data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import collapsediag as cd
+from collapsediag.errors import SettingsError
+from collapsediag.findings import verdict_lines
+from collapsediag.findings.words import sentence
+from collapsediag.record import Record
+
+
+def falling(*calls: float, **more: float) -> cd.Verdict:
+    return cd.judge(
+        Record(step=i, values={"tools/calls_per_rollout": c, **{k.replace("__", "/"): v for k, v in more.items()}})
+        for i, c in enumerate(calls)
+    )
+
+
+COLLAPSED = (2.0, 2.0, 2.0, 2.0, 2.0, 0.1, 0.1, 0.1)
+
+
+def test_the_headline_is_said_once_and_other_findings_follow() -> None:
+    lines = verdict_lines(falling(*COLLAPSED, length__truncated_fraction=0.5), width=80)
+    text = " ".join(line.strip() for line in lines)
+    assert text.count("TOOL-USE COLLAPSE since step 5 (3 measured steps in a row). Tool calls per rollout 0.1") == 1
+    assert text.startswith("Rule out first: turns are cut off. TOOL-USE COLLAPSE")
+    assert " warning  Turns are cut off since step 0 (8 measured steps in a row)." in text
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_silent_verdict_says_what_was_checked() -> None:
+    verdict = falling(*[2.0] * 8)
+    assert verdict_lines(verdict, width=1000) == [verdict.headline]
+    assert verdict.headline.startswith("No sign of collapse in what was checked. 1 check ran, 16 skipped (no scored ")
+    listed = verdict_lines(verdict, width=1000, every=True)
+    assert len(listed) == 1 + 17
+    assert "      ok  Tools are used as at the start. Tool calls per rollout 2, at the start 2." in listed
+    assert " skipped  entropy_collapse: skipped, no token entropies." in listed
+
+
+def test_str_is_what_a_terminal_shows() -> None:
+    verdict = falling(*COLLAPSED)
+    assert str(verdict) == "\n".join(verdict_lines(verdict))
+
+
+def test_several_alarms_are_all_named_the_gravest_first() -> None:
+    records = [
+        Record(step=i, values={"tools/calls_per_rollout": c, "length/mean": 40.0 * c, "entropy/token_mean": e})
+        for i, (c, e) in enumerate(zip(COLLAPSED, [1.0] * 5 + [0.4] * 3, strict=True))
+    ]
+    verdict = cd.judge(records)
+    assert [f.check for f in verdict.alarms] == ["tool_use_collapse", "length_collapse", "entropy_collapse"]
+    assert "Also: length collapse; entropy collapse." in verdict.headline
+
+
+def test_levels() -> None:
+    verdict = falling(*COLLAPSED)
+    assert verdict.status == "critical"
+    assert [verdict.reaches(level) for level in ("info", "warning", "critical")] == [True] * 3
+    quiet = falling(*[2.0] * 8)
+    assert [quiet.reaches(level) for level in ("info", "warning", "critical")] == [False] * 3
+    with pytest.raises(SettingsError, match="'ok'"):
+        verdict.reaches("ok")
+
+
+def test_a_check_is_found_by_name() -> None:
+    verdict = falling(*COLLAPSED)
+    assert verdict["tool_use_collapse"].since_step == 5
+    with pytest.raises(KeyError, match="template_collapse"):
+        verdict["template"]
+
+
+def test_a_verdict_is_json() -> None:
+    verdict = falling(*COLLAPSED)
+    line = json.loads(json.dumps(verdict.to_json(), allow_nan=False))
+    assert (line["status"], line["headline"], len(line["findings"])) == ("critical", verdict.headline, 17)
+
+
+def test_sentences_end_once() -> None:
+    for verdict in (falling(*COLLAPSED, length__truncated_fraction=0.5), falling(*[2.0] * 8), cd.judge([])):
+        for finding in verdict.findings:
+            assert ".." not in sentence(finding)
+            assert "  " not in sentence(finding)
+            assert sentence(finding).endswith(".")
