@@ -6,15 +6,14 @@ trainer.train()
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from collapsediag._optional import require
-from collapsediag.errors import SettingsError
 from collapsediag.integrations.trl_session import TrlSession
 from collapsediag.monitor import Monitor
 from collapsediag.training.log_window import Logged
+from collapsediag.training.owner import trainer_of
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -90,12 +89,12 @@ class CollapseCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer's constructor is almost through: wrap its methods."""
-        self.session.bind(_trainer_of(self))
+        self.session.bind(trainer_of(self))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take up the state of a checkpoint, if there is one."""
         if self.session.trainer is None:
-            self.session.bind(_trainer_of(self))
+            self.session.bind(trainer_of(self))
         self.session.begin(state)
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
@@ -109,18 +108,3 @@ def attach(trainer: Any, **settings: Any) -> CollapseCallback:
     callback.session.bind(trainer)
     trainer.add_callback(callback)
     return callback
-
-
-def _trainer_of(callback: CollapseCallback) -> Any:
-    """The trainer whose event this is. Callbacks are not told, but the trainer is further up the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        handler = getattr(candidate, "callback_handler", None)
-        if any(known is callback for known in getattr(handler, "callbacks", ())):
-            return candidate
-        frame = frame.f_back  # type: ignore[assignment]
-    raise SettingsError(
-        "CollapseCallback was called by something that is no transformers.Trainer; use attach(trainer), or "
-        "Monitor.observe(step, batch) in a loop of your own."
-    )
