@@ -135,7 +135,7 @@ def test_the_command_prints_a_table_with_intervals_and_its_doubts(
     assert main(["compare", *written(tmp_path, 6), "--top", "2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     first = compare_runs(runs(6), outcome="pass@1").correlations[0]
-    assert f"{first.rho:+.2f}  [{first.low:+.2f}, {first.high:+.2f}] 6" in shown
+    assert f"{first.rho:+.2f} [{first.low:+.2f}, {first.high:+.2f}] 6" in shown
     assert "pass@1, 6 runs" in shown
     assert "10 more rows" in shown
     assert "6 runs are too few" in shown
