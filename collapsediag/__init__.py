@@ -16,6 +16,7 @@ _WHERE = {
     "BudgetScorer": "collapsediag.scoring.budget",
     "Cadence": "collapsediag.monitor",
     "CallableFormat": "collapsediag.metrics.format",
+    "CallableSink": "collapsediag.callable_sink",
     "CollapsediagError": "collapsediag.errors",
     "ConsoleSink": "collapsediag.console",
     "DistributedScorer": "collapsediag.scoring.distributed",
@@ -82,6 +83,7 @@ _WHERE = {
 __all__ = sorted([*_WHERE, "__version__"])
 
 if TYPE_CHECKING:
+    from collapsediag.callable_sink import CallableSink as CallableSink
     from collapsediag.console import ConsoleSink as ConsoleSink
     from collapsediag.errors import CollapsediagError as CollapsediagError
     from collapsediag.findings import Finding as Finding
