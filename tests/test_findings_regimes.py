@@ -183,6 +183,15 @@ def test_fewer_or_more_prompts_change_chance_and_bound_but_no_regime() -> None:
     np.testing.assert_allclose(ratios, 0.98, atol=1e-12)  # both cut at log 4: 0.98 log 4 of log 4
 
 
+def test_retrieval_is_compared_as_a_share_of_what_is_possible() -> None:
+    # 0.78 of 2 prompts is 0.28 above chance, a third of 0.95 of 32 prompts; but 0.56 of all that 2 prompts allow.
+    many = [scored(10 * i, 0.98, n_contexts=32) for i in range(6)]
+    few = [scored(10 * i, 0.78, mi=0.3, n_contexts=2) for i in range(6, 10)]
+    steps = cd.regimes([*many, *few])
+    assert steps[-1].name == "diverse reasoning"
+    assert steps[-1].retrieval_ratio == pytest.approx(0.56 / ((0.98 - 1 / 32) / (31 / 32)))
+
+
 def test_weak_dependence_is_not_low_only_because_the_bound_grew() -> None:
     # 0.2 nats are 29% of log 2 and 5% of log 64: as a share of the bound this would look like a collapse.
     few = [scored(10 * i, 0.65, mi=0.2, n_contexts=2, half=0.05) for i in range(6)]

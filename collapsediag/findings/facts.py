@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -143,9 +144,7 @@ def risen(
     settings = facts.settings
     # What a bug or a limit does, it does from the first step: a run of one step is judged by that step.
     if len(series) < settings.persistence:
-        from dataclasses import replace
-
-        settings = replace(settings, persistence=len(series))
+        settings = dataclasses.replace(settings, persistence=len(series))
     return of_episodes(words, high_episodes(series, level, settings, above=above), status)
 
 
