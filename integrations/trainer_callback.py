@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from collapsediag.scoring.hf import HFScorer
 from collapsediag.training.log_window import Logged, LogWindow
 from collapsediag.training.owner import trainer_of
 from collapsediag.training.patches import InstancePatches
-from collapsediag.training.ranks import JobMonitor
+from collapsediag.training.ranks import JobMonitor, close_all
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -68,6 +69,8 @@ class RolloutHook:
         self._scorer: HFScorer | None = None
         self.job = JobMonitor(Monitor(every=every, sinks=sinks, **monitor_options), budget=budget)
         self.window = LogWindow(logged)
+        # A callback in a trainer's arguments leaves nobody to close the sinks: done with the hook, or at exit.
+        self.close = weakref.finalize(self, close_all, [self.job.monitor])
 
     @property
     def monitor(self) -> Monitor:
@@ -123,8 +126,8 @@ class RolloutHook:
 class RolloutCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not type-checked here
     """For transformers.Trainer and its subclasses: settings as for RolloutHook.
 
-    Numbers go to the sinks and into the trainer's own log line, so that all it reports to get them. State is kept in its
-    checkpoints.
+    Numbers go to the sinks and into the trainer's own log line, so that all it reports to get them. Its checkpoints
+    keep the state.
     """
 
     def __init__(self, rollouts: RolloutFunction, **settings: Any) -> None:

@@ -18,7 +18,7 @@ from collapsediag.training.owner import trainer_of
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 else:
-    TrainerCallback = require("transformers", extra="hf", feature="the TRL callback").TrainerCallback
+    TrainerCallback = require("transformers", extra="trl", feature="the TRL callback").TrainerCallback
 
 
 class CollapseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not type-checked here

@@ -21,7 +21,7 @@ from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.hf import HFScorer
 from collapsediag.training.log_window import Logged, LogWindow
 from collapsediag.training.patches import InstancePatches
-from collapsediag.training.ranks import JobMonitor
+from collapsediag.training.ranks import JobMonitor, close_all
 
 logger = logging.getLogger("collapsediag")
 
@@ -66,6 +66,8 @@ class TrlSession:
             "train": JobMonitor(Monitor(every=every, sinks=sinks, **monitor_options), budget=budget),
             "eval": JobMonitor(Monitor(every=1, sinks=eval_sinks, **monitor_options), budget=budget),
         }
+        # One line in a trainer's arguments leaves nobody to close the sinks: done with the session, or at exit.
+        self.close = weakref.finalize(self, close_all, [job.monitor for job in self._jobs.values()])
         self._windows = {"train": LogWindow(logged), "eval": LogWindow(logged)}
         self._scorer: HFScorer | None = None
         self._captured: Captured | None = None
@@ -105,11 +107,6 @@ class TrlSession:
         if trainer is not None:
             self._patches.undo(trainer)
             vars(trainer).pop(KEY, None)
-
-    def close(self) -> None:
-        """Close the sinks."""
-        for job in self._jobs.values():
-            job.monitor.close()
 
     # -- the three wrappers: the original runs exactly once, and what it returns or raises goes through ---------------
 

@@ -18,7 +18,7 @@ import pytest
 from .conftest import import_or_skip
 
 torch = import_or_skip("torch")
-import_or_skip("trl")
+trl = import_or_skip("trl")
 import_or_skip("datasets")
 peft = import_or_skip("peft")
 
@@ -292,6 +292,51 @@ def test_tool_answers_split_a_rollout_into_turns(tmp_path: Path) -> None:
     assert set(record.matrices) == {"first_turn", "trajectory", "turn"}
     # The prompt opened the block, the tool's tokens are in no trace.
     assert {t.trace for t in record.traces if t.namespace == "first_turn"} == {"ab"}
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: one number.
+        b: the other.
+    """
+    return a + b
+
+
+def test_tool_calls_of_trl_are_turns_with_what_the_tool_answered(tmp_path: Path) -> None:
+    """TRL's own tool loop around canned generations, in Qwen3's template."""
+    template = Path(str(trl.__file__)).parent / "chat_templates" / "qwen3.jinja"
+    if not template.exists():
+        pytest.skip("this TRL ships no chat templates")
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+    tok = tiny.tokenizer("".join(chr(c) for c in range(32, 127)) + "\n", tags)
+    tok.chat_template = template.read_text()
+    callback, keep = observer(reasoning="think")
+    batches = batches_of(callback)
+    trainer = tiny.trainer("grpo", tmp_path, [callback], tok=tok, tools=[add], conversational=True, max_steps=1,
+                           max_completion_length=400)  # fmt: skip
+    first = (
+        "<think>\nadd {i}</think>\n\n<tool_call>\n"
+        '{{"name": "add", "arguments": {{"a": 1, "b": {i}}}}}\n</tool_call><|im_end|>'
+    )
+    texts = iter([first, "<think>\nso {i}</think>\n\nit is {i}<|im_end|>"])
+
+    def canned(prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        text = next(texts)
+        return [tok(text.format(i=i))["input_ids"] for i in range(len(prompt_ids))], None
+
+    trainer._generate_single_turn = canned
+    trainer.train()
+    assert [len(r.turns) for r in batches[0]] == [2] * 8
+    one, two = batches[0].rollouts[3].turns
+    assert tok.decode(one.output_ids) == first.format(i=3)
+    assert "<tool_response>\n4\n</tool_response>" in one.observation
+    assert tok.decode(two.output_ids) == "<think>\nso 3</think>\n\nit is 3<|im_end|>"
+    record = keep.records[0]
+    assert record.values["tools/calls_per_rollout"] == 1.0
+    turns = {t.trace for t in record.traces if t.namespace == "turn"}
+    assert turns == {f"{word} {i}" for word in ("\nadd", "\nso") for i in range(8)}
 
 
 def test_one_prompt_per_batch_is_not_measured_and_says_how_to_get_there(

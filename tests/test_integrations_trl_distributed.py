@@ -104,11 +104,10 @@ def test_a_failure_on_one_rank_neither_hangs_nor_kills(job: tuple[Path, list[dic
 @pytest.mark.slow
 def test_sharded_models_train_bit_identically(tmp_path: Path) -> None:
     """FSDP2: every forward pass is a collective of both ranks."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    observed = two_processes(tmp_path / "a", "fsdp2")
-    for rank in observed:
+    ranks = two_processes(tmp_path, "fsdp2", "without")
+    for rank in ranks:
         assert rank["fsdp2"]["model"].startswith("FSDP")
         assert rank["fsdp2"]["state"]["train"]["failures"] == 0
-    assert [s for _, s, _ in observed[0]["fsdp2"]["statuses"]] == ["ok"] * 3
-    assert any("collapse_first_turn_sample/n_traces" in v for v in observed[0]["fsdp2"]["values"])
+        assert rank["fsdp2"]["fingerprint"] == rank["without"]["fingerprint"]
+    assert [s for _, s, _ in ranks[0]["fsdp2"]["statuses"]] == ["ok"] * 3
+    assert any("collapse_first_turn_sample/n_traces" in v for v in ranks[0]["fsdp2"]["values"])

@@ -33,9 +33,9 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> Any:
+def tokenizer(characters: str = CHARACTERS, tags: tuple[str, ...] = ("<think>", "</think>")) -> Any:
     """One token a character; <think> is an added token that is not special, as in Qwen3. The template opens it."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     core.decoder = decoders.Fuse()
@@ -48,7 +48,7 @@ def tokenizer() -> Any:
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
     )
     made.model_input_names = ["input_ids", "attention_mask"]
-    made.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
+    made.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     made.chat_template = TEMPLATE
     return made
 
@@ -63,7 +63,7 @@ def qwen2(tok: Any, dropout: float = 0.0, hidden: int = 32) -> Any:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=512,
+            max_position_embeddings=2048,
             attention_dropout=dropout,
             pad_token_id=tok.pad_token_id,
             eos_token_id=tok.eos_token_id,
@@ -121,15 +121,15 @@ def trainer(kind: str, out: Any, callbacks: Any = (), **changes: Any) -> Any:
     """A trainer for a run of a few steps: 2 prompts of 4 completions a step unless told otherwise."""
     import trl
 
-    tok = tokenizer()
+    tok = changes.pop("tok", None) or tokenizer()
     model = changes.pop("model", None) or qwen2(tok)
-    if changes.get("beta") and "peft_config" not in changes:
+    if changes.get("beta", 0.05 if kind == "rloo" else 0.0) and "peft_config" not in changes:
         # TRL loads the reference model from where the policy came from.
         model.save_pretrained(str(out / "policy"))
         model.config._name_or_path = str(out / "policy")
     rewards = changes.pop("reward_funcs", [reward_vowels])
     conversational = changes.pop("conversational", False)
-    extra = {name: changes.pop(name) for name in ("peft_config", "rollout_func") if name in changes}
+    extra = {name: changes.pop(name) for name in ("peft_config", "rollout_func", "tools") if name in changes}
     evaluates = "eval_steps" in changes
     settings: dict[str, Any] = {
         "output_dir": str(out),

@@ -178,6 +178,12 @@ class _Leader:
         return self._job.share(pairs, scored_NP)
 
 
+def close_all(monitors: Sequence[Monitor]) -> None:
+    """Close the sinks of every monitor."""
+    for monitor in monitors:
+        monitor.close()
+
+
 def _whole(parts: list[Any]) -> RolloutBatch | Exception:
     """All ranks' rollouts in order, or the first failure."""
     failed = [(rank, reason) for rank, (reason, _, _) in enumerate(parts) if reason is not None]
