@@ -1,0 +1,136 @@
+"""Group-relative policy gradient on the demo's task, handing out each step's rollouts before the weights change.
+
+    training = DemoTraining(TrainingSettings())
+    for step, batch in training.steps():
+        monitor.observe(step, batch)
+
+Legend: P prompts, G samples of each, B = P * G rollouts, T output tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collapsediag.demo import task
+from collapsediag.demo.policy import new_policy, output_logits, sample, warm_up
+from collapsediag.rollouts import Rollout, RolloutBatch, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """What a run of the demo's trainer depends on; equal settings give equal runs.
+
+    reward: "hard" (a door it hardly ever gets right), "readable" (a door and reasoning it can learn), or "constant".
+    format_share: part of the reward that is paid for the format alone.
+    entropy_bonus: weight of the mean token entropy in the objective.
+    """
+
+    reward: Literal["hard", "readable", "constant"] = "hard"
+    steps: int = 100
+    n_prompts: int = 16
+    group_size: int = 16
+    lr: float = 1e-3
+    entropy_bonus: float = 0.0
+    format_share: float = 0.1
+    warm_up_steps: int = 400
+    seed: int = 0
+
+
+class DemoTraining:
+    """A policy and the training of it. Constructing warms the policy up (some seconds)."""
+
+    def __init__(self, settings: TrainingSettings) -> None:
+        self.settings = settings
+        self.tokenizer = task.WordTokenizer()
+        self.policy = new_policy(settings.seed)
+        warm_up(self.policy, steps=settings.warm_up_steps, seed=settings.seed)
+        self._rng = np.random.default_rng([settings.seed, 2])
+        self._generator = torch.Generator().manual_seed(settings.seed)
+        self._optimizer = torch.optim.AdamW(self.policy.parameters(), lr=settings.lr, weight_decay=0.0)
+
+    def steps(self) -> Iterator[tuple[int, RolloutBatch]]:
+        """(step, its rollouts), each before the update made from them; the last one is followed by no update."""
+        for step in range(self.settings.steps + 1):
+            shown = task.draw_prompts(self._rng, self.settings.n_prompts)
+            prompts = torch.tensor([task.prompt_ids(self._rng, s) for s in shown])
+            prompt_BL = prompts.repeat_interleave(self.settings.group_size, dim=0)
+            output_BT = sample(self.policy, prompt_BL, self._generator)
+            yield step, self._batch(step, shown, prompt_BL, output_BT)
+            if step < self.settings.steps:
+                self._update(shown, prompt_BL, output_BT)
+
+    def _update(self, shown: list[task.Shown], prompt_BL: Tensor, output_BT: Tensor) -> None:
+        """One step on `-A log pi(output) - bonus * H`, averaged over tokens; A is the reward normalised in its group."""
+        reward_B = torch.tensor([r for r, _ in self._rewards(shown, output_BT)])
+        advantage_B = group_advantages(reward_B.view(-1, self.settings.group_size)).flatten()
+        logp_BTV = output_logits(self.policy, torch.cat([prompt_BL, output_BT], dim=1)).log_softmax(-1)
+        mask_BT = _mask(output_BT)
+        chosen_BT = logp_BTV.gather(-1, output_BT[..., None])[..., 0]
+        entropy_BT = -(logp_BTV.exp() * logp_BTV).sum(-1)
+        objective_BT = advantage_B[:, None] * chosen_BT + self.settings.entropy_bonus * entropy_BT
+        loss = -(objective_BT * mask_BT).sum() / mask_BT.sum()
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self._optimizer.step()
+
+    def _rewards(self, shown: list[task.Shown], output_BT: Tensor) -> list[tuple[float, bool]]:
+        """(reward, solved) of each output."""
+        rewards = []
+        for row, output in enumerate(_unpadded(output_BT)):
+            parsed, lamps = task.parse(output), shown[row // self.settings.group_size]
+            solved = task.solves_readable(parsed, lamps) if self.settings.reward == "readable" else False
+            if self.settings.reward != "readable":
+                solved = task.solves_hard(parsed, lamps)
+            share = self.settings.format_share
+            reward = (1 - share) * solved + share * parsed.valid
+            rewards.append((1.0 if self.settings.reward == "constant" else float(reward), solved))
+        return rewards
+
+    @torch.no_grad()
+    def _batch(self, step: int, shown: list[task.Shown], prompt_BL: Tensor, output_BT: Tensor) -> RolloutBatch:
+        logp_BTV = output_logits(self.policy, torch.cat([prompt_BL, output_BT], dim=1)).log_softmax(-1)
+        chosen_BT = logp_BTV.gather(-1, output_BT[..., None])[..., 0].clamp(max=0.0)
+        entropy_BT = -(logp_BTV.exp() * logp_BTV).sum(-1)
+        rollouts = []
+        scored = zip(_unpadded(output_BT), self._rewards(shown, output_BT), strict=True)
+        for row, (output, (reward, solved)) in enumerate(scored):
+            ended = output[-1] == task.IDS[task.EOS]
+            turn = Turn(
+                context_ids=prompt_BL[row].numpy(),
+                output_ids=np.array(output),
+                context=self.tokenizer.decode(prompt_BL[row].tolist()),
+                output=self.tokenizer.decode(output[:-1] if ended else output),
+                logprobs=chosen_BT[row, : len(output)].numpy(),
+                entropies=entropy_BT[row, : len(output)].numpy(),
+                finish_reason="stop" if ended else "length",
+            )
+            group = row // self.settings.group_size
+            rollouts.append(Rollout(turns=(turn,), group=group, reward=reward, success=solved))
+        eos = (task.IDS[task.EOS],)
+        return RolloutBatch(
+            step=step, rollouts=tuple(rollouts), max_output_tokens=task.MAX_OUTPUT, eos_token_ids=eos, source="demo"
+        )
+
+
+def group_advantages(reward_PG: Tensor) -> Tensor:
+    """Rewards normalised within each group, [P, G]: minus the mean, over the sample std (GRPO, arXiv 2402.03300)."""
+    centred = reward_PG - reward_PG.mean(dim=1, keepdim=True)
+    return centred / (reward_PG.std(dim=1, keepdim=True) + 1e-6)
+
+
+def _mask(output_BT: Tensor) -> Tensor:
+    """1.0 up to and including the first end token of each row."""
+    ended = (output_BT == task.IDS[task.EOS]).cumsum(dim=1)
+    return ((ended == 0) | ((ended == 1) & (output_BT == task.IDS[task.EOS]))).float()
+
+
+def _unpadded(output_BT: Tensor) -> list[list[int]]:
+    lengths = _mask(output_BT).sum(dim=1).long().tolist()
+    return [row[:length] for row, length in zip(output_BT.tolist(), lengths, strict=True)]
