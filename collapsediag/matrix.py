@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collapsediag.arrays import to_numpy
 from collapsediag.errors import MatrixError
 
 IntArray = NDArray[np.int64]
@@ -24,21 +25,22 @@ BoolArray = NDArray[np.bool_]
 POSITIVE_LOGP_TOLERANCE = 1e-4
 
 
-def _to_numpy(values: Any) -> NDArray[Any]:
-    """numpy array of numpy, list or torch input. A torch tensor on any device costs one transfer."""
-    if hasattr(values, "detach"):
-        tensor = values.detach()
-        # numpy has no bfloat16; float64 holds every torch float exactly.
-        tensor = tensor.double() if tensor.is_floating_point() else tensor
-        return np.asarray(tensor.cpu().numpy())
-    return np.asarray(values)
-
-
 def _index_vector(values: Any, name: str) -> IntArray:
-    array = _to_numpy(values)
+    array = _array(values, name)
+    if array.ndim == 1 and array.size == 0:
+        return np.zeros(0, dtype=np.int64)  # an empty list has no integer type of its own
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise MatrixError(f"{name} must be a flat vector of integers, found shape {array.shape} of {array.dtype}.")
+    if int(array.max()) > np.iinfo(np.int64).max:
+        raise MatrixError(f"{name} holds {int(array.max())}, which no 64-bit integer can hold.")
     return array.astype(np.int64)
+
+
+def _array(values: Any, name: str) -> NDArray[Any]:
+    try:
+        return to_numpy(values)
+    except (TypeError, ValueError) as error:
+        raise MatrixError(f"{name} is not an array of numbers ({error}).") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +73,7 @@ class LogLikelihoodMatrix:
     scored_NP: BoolArray = None  # type: ignore[assignment]  # never None after construction
 
     def __post_init__(self) -> None:
-        logp = _to_numpy(self.logp_NP)
+        logp = _array(self.logp_NP, "logp_NP")
         if logp.ndim != 2 or logp.dtype.kind not in "fiu":
             raise MatrixError(
                 f"logp_NP must be a matrix [traces, contexts] of numbers, found shape {logp.shape} of {logp.dtype}."
@@ -104,7 +106,7 @@ class LogLikelihoodMatrix:
             )
         if n and not p:
             raise MatrixError(f"logp_NP has {n} rows and no column: no context was scored.")
-        scored = np.ones((n, p), dtype=np.bool_) if self.scored_NP is None else _to_numpy(self.scored_NP)
+        scored = np.ones((n, p), dtype=np.bool_) if self.scored_NP is None else _array(self.scored_NP, "scored_NP")
         if scored.shape != (n, p) or scored.dtype != np.bool_:
             raise MatrixError(
                 f"scored_NP must be booleans of shape ({n}, {p}), found shape {scored.shape} of {scored.dtype}."

@@ -7,9 +7,10 @@ import math
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from collapsediag.arrays import plain
 from collapsediag.matrix import LogLikelihoodMatrix
 
 SCHEMA_VERSION = 1
@@ -78,6 +79,8 @@ class TraceSample:
         """The line of traces/STEP.jsonl; a non-finite score becomes null, because JSON has no NaN."""
         line = asdict(self)
         line["logp_P"] = [value if math.isfinite(value) else None for value in self.logp_P]
+        if self.reward is not None and not math.isfinite(self.reward):
+            line["reward"] = None
         return line
 
 
@@ -109,10 +112,17 @@ class Record:
     traces: tuple[TraceSample, ...] = ()
 
     def __post_init__(self) -> None:
+        step = plain(self.step)
+        object.__setattr__(self, "step", int(step) if isinstance(step, float) and step.is_integer() else step)
+        object.__setattr__(self, "dropped", {reason: plain(count) for reason, count in self.dropped.items()})
         finite = {name: float(value) for name, value in self.values.items() if math.isfinite(value)}
         lost = {name: f"came out {float(v)}" for name, v in self.values.items() if name not in finite}
         object.__setattr__(self, "values", finite)
         object.__setattr__(self, "not_measured", {**lost, **self.not_measured})
+
+    def without_arrays(self) -> Record:
+        """The numbers alone, for those who keep many records."""
+        return replace(self, matrices={}, traces=())
 
     def to_json(self) -> dict[str, Any]:
         """The line of metrics.jsonl, as plain JSON values."""
@@ -127,7 +137,12 @@ class Record:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Record:
-        """The record of one line of metrics.jsonl; keys of a newer schema are ignored."""
+        """The record of one line of metrics.jsonl; keys of a newer schema are ignored.
+
+        Raises ValueError, KeyError or TypeError for what is no such line.
+        """
+        if not isinstance(line, Mapping) or not isinstance(line["step"], int) or not isinstance(line["values"], dict):
+            raise ValueError("not a record: an object with a whole-numbered step and an object of values is needed")
         known = ("step", "values", "status", "reason", "not_measured", "dropped", "seconds", "time")
         fields = {name: line[name] for name in known if name in line}
         return cls(notes=tuple(line.get("notes", ())), **fields)

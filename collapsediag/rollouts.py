@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from collapsediag.arrays import plain, to_numpy
 from collapsediag.errors import RolloutError
 
 IntArray = NDArray[np.int64]
@@ -26,7 +27,7 @@ def _token_ids(values: ArrayLike | None, name: str) -> IntArray | None:
     """A read-only int64 vector, or None. A view where the input already is one: a long context is not copied."""
     if values is None:
         return None
-    array = np.asarray(values)
+    array = _array(values, name)
     if array.size == 0:
         array = array.reshape(-1).astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -34,6 +35,8 @@ def _token_ids(values: ArrayLike | None, name: str) -> IntArray | None:
             f"{name} must be a flat list of token ids (integers), found shape {array.shape} of {array.dtype}. "
             "Strip padding and pass one sequence."
         )
+    if array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise RolloutError(f"{name} holds {int(array.max())} at position {int(array.argmax())}, which is no token id.")
     if array.size and int(array.min()) < 0:
         raise RolloutError(
             f"{name} holds the negative token id {int(array.min())} at position {int(array.argmin())}. "
@@ -44,10 +47,43 @@ def _token_ids(values: ArrayLike | None, name: str) -> IntArray | None:
     return view
 
 
+def _array(values: ArrayLike, name: str) -> NDArray[Any]:
+    try:
+        return to_numpy(values)
+    except (TypeError, ValueError) as error:
+        raise RolloutError(f"{name} is not one flat sequence of numbers ({error}).") from error
+
+
+def _floats(values: ArrayLike, name: str) -> FloatArray:
+    """A float64 copy; None becomes NaN."""
+    array = _array(values, name)
+    try:
+        return np.array(array, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise RolloutError(f"{name} must be one number a token ({error}).") from error
+
+
+def _whole_characters(text: str) -> str:
+    """The text with lone surrogates, which no tokenizer takes, replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _whole(step: Any) -> int:
+    if isinstance(step, bool) or not (isinstance(step, int) or (isinstance(step, float) and step.is_integer())):
+        raise RolloutError(f"the step of a batch must be a whole number, found {step!r} ({type(step).__name__}).")
+    return int(step)
+
+
 def _per_token(values: ArrayLike | None, length: int | None, name: str) -> FloatArray | None:
     if values is None:
         return None
-    array = np.array(values, dtype=np.float64)
+    array = _floats(values, name)
     if array.ndim != 1 or (length is not None and array.size != length):
         raise RolloutError(
             f"{name} has shape {array.shape} but the turn's output has {length} tokens; one value per output token is "
@@ -111,7 +147,9 @@ class Turn:
             raise RolloutError("a turn has neither output nor output_ids; give the text, the token ids, or both.")
         for name in ("context", "output"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
+            if isinstance(value, str):
+                set_(self, name, _whole_characters(value))
+            elif value is not None:
                 raise RolloutError(
                     f"{name} must be text, found {type(value).__name__}. Token ids go to {name}_ids; message lists go "
                     "through a reader or the tokenizer's chat template first."
@@ -153,7 +191,18 @@ class Rollout:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "turns", tuple(self.turns))
+        set_ = object.__setattr__
+        set_(self, "turns", tuple(self.turns))
+        # Trainers hand over numpy and torch scalars: JSON takes neither, and no two equal tensors are one group.
+        for name in ("group", "reward", "success", "advantage"):
+            set_(self, name, plain(getattr(self, name)))
+        set_(self, "rewards", {name: plain(value) for name, value in self.rewards.items()})
+        try:
+            hash(self.group)
+        except TypeError:
+            raise RolloutError(
+                f"the group of a rollout must be text or a number, found {type(self.group).__name__}."
+            ) from None
         if not self.turns:
             raise RolloutError(f"rollout {self.id or '(no id)'} of group {self.group!r} has no turn; leave it out.")
 
@@ -178,8 +227,9 @@ class Rollout:
         finish_reason: of the last turn.
         """
         ids = _token_ids(token_ids, "token_ids")
-        mask = np.asarray(model_mask)
-        assert ids is not None
+        mask = _array(model_mask, "model_mask")
+        if ids is None:
+            raise RolloutError("token_ids is None; give the trajectory's token ids, prompt first.")
         if mask.shape != ids.shape:
             raise RolloutError(
                 f"model_mask has shape {mask.shape} but token_ids has {ids.shape}; one entry per token is needed."
@@ -189,15 +239,18 @@ class Rollout:
             raise RolloutError("model_mask marks no token of the policy: an all-zero mask is a rollout without output.")
         spans = list(zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True))
 
-        def cut(values: ArrayLike | None, start: int, stop: int) -> FloatArray | None:
-            return None if values is None else np.asarray(values, dtype=np.float64)[start:stop]
+        logp_L = None if logprobs is None else _floats(logprobs, "logprobs")
+        entropy_L = None if entropies is None else _floats(entropies, "entropies")
+
+        def cut(values: FloatArray | None, start: int, stop: int) -> FloatArray | None:
+            return None if values is None else values[start:stop]
 
         turns = tuple(
             Turn(
                 context_ids=ids[:start],
                 output_ids=ids[start:stop],
-                logprobs=cut(logprobs, start, stop),
-                entropies=cut(entropies, start, stop),
+                logprobs=cut(logp_L, start, stop),
+                entropies=cut(entropy_L, start, stop),
                 finish_reason=finish_reason if stop == spans[-1][1] else None,
             )
             for start, stop in spans
@@ -231,9 +284,12 @@ class RolloutBatch:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rollouts", tuple(self.rollouts))
-        object.__setattr__(self, "notes", tuple(self.notes))
-        object.__setattr__(self, "eos_token_ids", tuple(int(t) for t in self.eos_token_ids))
+        set_ = object.__setattr__
+        set_(self, "step", _whole(plain(self.step)))
+        set_(self, "rollouts", tuple(self.rollouts))
+        set_(self, "notes", tuple(self.notes))
+        set_(self, "dropped", {reason: int(count) for reason, count in self.dropped.items()})
+        set_(self, "eos_token_ids", tuple(int(t) for t in self.eos_token_ids))
 
     def __len__(self) -> int:
         return len(self.rollouts)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from collapsediag.arrays import to_numpy
 from collapsediag.errors import ScoringError, SettingsError
-from collapsediag.matrix import LogLikelihoodMatrix, _to_numpy
+from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.scoring.cells import (
     BoolArray,
@@ -148,7 +149,7 @@ def _sums_of_padded(array: FloatArray, lengths: Sequence[int], who: str) -> Floa
 
 def _numbers(values: Any, who: str, expected: str) -> FloatArray:
     try:
-        array = _to_numpy(values)
+        array = to_numpy(values)
     except (TypeError, ValueError) as error:
         raise ScoringError(f"{who} returned something that is not an array ({error}); {expected}.") from error
     if array.dtype.kind not in "fiu":

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from collapsediag.arrays import to_numpy
 from collapsediag.errors import PairError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
@@ -50,13 +51,15 @@ def pairs_of(
     """
     context_ids = tuple(_ids(ids, f"contexts[{j}]") for j, ids in enumerate(contexts))
     trace_ids = tuple(_ids(ids, f"traces[{i}]") for i, ids in enumerate(traces))
-    own_N = np.asarray(own, dtype=np.int64).reshape(-1)
+    own_N = _numbers(own, "own")
     if own_N.size and (own_N.size != len(trace_ids) or own_N.min() < 0 or own_N.max() >= len(context_ids)):
         raise PairError(
             f"own must hold one context number (0 to {len(context_ids) - 1}) for each of the {len(trace_ids)} traces, "
             f"found {own_N.size} entries from {own_N.min()} to {own_N.max()}."
         )
-    group_N = own_N if group is None else np.asarray(group, dtype=np.int64)
+    group_N = own_N if group is None else _numbers(group, "group")
+    if group_N.size != own_N.size:
+        raise PairError(f"group has {group_N.size} entries but own has {own_N.size}; give one for each trace.")
     # A context that no trace calls its own still is a column, of one group.
     multiplicity = [max(1, np.unique(group_N[own_N == column]).size) for column in range(len(context_ids))]
     return ScoringPairs(
@@ -71,15 +74,23 @@ def pairs_of(
 
 
 def _ids(values: ArrayLike, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().numpy()
-    array = np.asarray(values)
-    if array.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise PairError(f"{name} must be a flat list of token ids, found shape {array.shape} of {array.dtype}.")
-    if int(array.min()) < 0:
+    array = _numbers(values, name)
+    if array.size and int(array.min()) < 0:
         raise PairError(
             f"{name} holds the negative id {int(array.min())} at position {int(array.argmin())}: cut padding off."
         )
+    return array
+
+
+def _numbers(values: ArrayLike, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    try:
+        array = to_numpy(values)
+    except (TypeError, ValueError) as error:
+        raise PairError(f"{name} must be a flat list of whole numbers ({error}).") from error
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise PairError(f"{name} must be a flat list of whole numbers, found shape {array.shape} of {array.dtype}.")
+    if int(array.max()) > np.iinfo(np.int64).max:
+        raise PairError(f"{name} holds {int(array.max())} at position {int(array.argmax())}, which is no token id.")
     return array.astype(np.int64)
