@@ -29,6 +29,7 @@ from collapsediag.pair_selection import fitting_lengths, select_rows
 from collapsediag.reasoning_mode import ReasoningChoice, choose_reasoning_mode
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.spans import SpanFinder
+from collapsediag.statistics import generator
 from collapsediag.turn_cuts import (
     NAMESPACES,
     Cut,
@@ -164,8 +165,7 @@ def build_pairs(
             mode, why = choose_reasoning_mode(batch, finder, settings.reasoning_tags)
             settings = settings.with_reasoning(mode)
             notes.append(f"reasoning={mode}: {why}")
-    # SeedSequence takes no negative number; a step of -1 (before training) is one.
-    rng = np.random.default_rng([seed % 2**64, batch.step % 2**64, NAMESPACES.index(namespace)])
+    rng = generator(seed, batch.step, NAMESPACES.index(namespace))
     dropped: Counter[DropReason] = Counter()
     cuts = usable_cuts(batch, namespace, settings, finder, dropped)
     if namespace == "trajectory":

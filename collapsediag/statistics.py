@@ -33,6 +33,16 @@ DEFAULT_EMA_DECAY = 0.9
 _CHUNK_NUMBERS = 4_000_000
 
 
+def generator(*seeds: int) -> np.random.Generator:
+    """A generator seeded by all of `seeds` together. Negative ones are taken too: a step of -1 is before training.
+
+    >>> bool(generator(1, -1).random() == generator(1, -1).random() != generator(1, 1).random())
+    True
+    """
+    # numpy takes no negative number.
+    return np.random.default_rng([int(seed) % 2**64 for seed in seeds])
+
+
 def _check_confidence(confidence: float) -> None:
     if not 0.0 < confidence < 1.0:
         raise SettingsError(f"confidence is {confidence!r}; it must lie between 0 and 1, for example 0.95.")
@@ -97,7 +107,7 @@ def bootstrap_groups(
     sums_GK = np.zeros((n_groups, parts.shape[1]))
     np.add.at(sums_GK, index_N, parts)
     totals_RK = np.concatenate(
-        [weights_RG @ sums_GK for weights_RG in _group_weights(n_groups, n_resamples, np.random.default_rng(seed))]
+        [weights_RG @ sums_GK for weights_RG in _group_weights(n_groups, n_resamples, generator(seed))]
     )
     means_RK: FloatArray = totals_RK[:, :-1] / totals_RK[:, -1:]
     return means_RK[:, 0] if array.ndim == 1 else means_RK
@@ -193,7 +203,7 @@ def permutation_p_value(
     if exact:
         orders = np.array(list(itertools.permutations(range(n_units))), dtype=np.int64)
         return float((_statistics(score_UP, column_U[orders]) >= threshold).mean())
-    rng = np.random.default_rng(seed)
+    rng = generator(seed)
     chunk = max(1, _CHUNK_NUMBERS // n_units)
     reached = 0
     for start in range(0, n_draws, chunk):

@@ -10,6 +10,7 @@ from collapsediag.matrix import IntArray, LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.record import TraceSample
 from collapsediag.rollouts import RolloutBatch
+from collapsediag.statistics import generator
 
 
 def sample_traces(
@@ -24,7 +25,7 @@ def sample_traces(
 
     The draw does not look at the scores: a sample of the worst would make every run look collapsed.
     """
-    rng = np.random.default_rng([seed, batch.step])
+    rng = generator(seed, batch.step)
     n = pairs.n_traces
     rows = np.arange(n) if n <= limit else np.sort(rng.choice(n, size=limit, replace=False))
     return [_sample(batch, pairs, matrix, tokenizer, int(row)) for row in rows]

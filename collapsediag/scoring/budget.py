@@ -19,6 +19,7 @@ from collapsediag.pairs import ScoringPairs
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.cells import BoolArray, FloatArray, IntArray, distinct_traces, matrix_of, tokens_digest
 from collapsediag.scoring.protocol import CellScorer
+from collapsediag.statistics import generator
 
 logger = logging.getLogger("collapsediag")
 
@@ -57,7 +58,7 @@ def choose_columns(
     layer_N = _layers(own_N, np.arange(own_N.size) if unit_N is None else np.asarray(unit_N, dtype=np.int64))
     layers_per_circle = (n_contexts - 1) // k
     n_circles = int(layer_N.max(initial=0)) // layers_per_circle + 1
-    rng = np.random.default_rng([seed, step])
+    rng = generator(seed, step)
     circle_BP = rng.permuted(np.tile(np.arange(n_contexts), (n_circles, 1)), axis=1)
     return columns_of_circles(own_N, layer_N, circle_BP, k)
 
