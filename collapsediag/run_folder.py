@@ -116,6 +116,42 @@ class RunStore:
         return stream
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise RunFolderError where no run could be written to `path`; nothing is made or changed.
+
+    For those who have an hour of work to do before the first record is there to be written.
+    """
+    folder = Path(path)
+    if not str(path).strip():
+        raise RunFolderError("the run folder has no name; give one, for example runs/a.")
+    try:
+        metrics = folder / METRICS_FILE
+        there = next(p for p in (metrics, folder, *folder.absolute().parents) if os.path.lexists(p))
+        if there == metrics:
+            is_fit, wanted = metrics.is_file(), os.W_OK
+        else:
+            is_fit, wanted = there.is_dir(), os.W_OK | os.X_OK
+        if not is_fit:
+            raise RunFolderError(f"{there} is {_kind(there)}, so {folder} cannot be a run folder. Choose another.")
+        if not os.access(there, wanted):
+            raise RunFolderError(f"{there} cannot be written to. Choose another run folder, or change its permissions.")
+        # No name can be looked up that is too long for the file system, or holds a NUL.
+        metrics.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except RunFolderError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunFolderError(f"{folder} cannot be a run folder ({reason}). Choose another.") from error
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "a folder"
+    return "a file" if path.is_file() else "neither a file nor a folder"
+
+
 def _ends_with_newline(path: Path) -> bool:
     with open(path, "rb") as stream:
         stream.seek(-1, os.SEEK_END)
@@ -172,7 +208,7 @@ def iter_records(path: str | os.PathLike[str]) -> Iterator[Record]:
                     continue
                 try:
                     yield Record.from_json(json.loads(line))
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     torn += 1
     except FileNotFoundError:
         raise RunFolderError(f"{path} is not a run folder: it has no {METRICS_FILE}.") from None
@@ -195,4 +231,7 @@ def read_traces(path: str | os.PathLike[str], step: int) -> list[dict[str, Any]]
     file = Path(path) / "traces" / f"{step:09d}.jsonl"
     if not file.exists():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="ascii").splitlines() if line]
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="ascii").splitlines() if line]
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{file}: cannot be read ({error}). Metrics and matrices are in other files.") from error
