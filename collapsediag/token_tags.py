@@ -52,6 +52,8 @@ class ReasoningTags:
         object.__setattr__(self, "pairs", tuple((str(opening), str(closing)) for opening, closing in pairs))
         tags = self.texts
         for i, tag in enumerate(tags):
+            if any("\ud800" <= c <= "\udfff" for c in tag):
+                raise SettingsError(f"the reasoning tag {tag!r} holds half a character; no tokenizer writes that.")
             if not tag.strip():
                 raise SettingsError(f"the reasoning tag {tag!r} is blank; give the text that opens and closes a block.")
             for other in tags[:i] + tags[i + 1 :]:

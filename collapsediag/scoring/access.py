@@ -38,7 +38,11 @@ class ModelAccess:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelAccess:
-        """Look into `model`. Raises ScoringError for an encoder-decoder model."""
+        """Look into `model`. Raises ScoringError for an encoder-decoder model, or one that reads both ways."""
+        if not isinstance(model, nn.Module):
+            raise ScoringError(
+                f"a model must be a torch module, found {type(model).__name__}. Load one with collapsediag.load_policy."
+            )
         outer = _without_replication(model)
         inner = outer
         while not hasattr(inner, "get_output_embeddings") and isinstance(getattr(inner, "module", None), nn.Module):
@@ -50,6 +54,12 @@ class ModelAccess:
             raise ScoringError(
                 f"{type(inner).__name__} is an encoder-decoder model; scoring needs a causal language model, which "
                 "reads context and trace as one sequence."
+            )
+        ways = {module.is_causal for module in inner.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+        if ways == {False}:
+            raise ScoringError(
+                f"{type(inner).__name__} reads text in both directions: it sees the token that it is asked to predict, "
+                "so its scores are no log-likelihoods. Scoring needs a causal language model."
             )
         if config is not None and hasattr(config, "get_text_config"):
             config = config.get_text_config()

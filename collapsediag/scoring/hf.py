@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +16,14 @@ from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.scoring.access import ModelAccess, check_ids
+from collapsediag.scoring.attention import Attention, CascadeAttention, MaskedAttention
 from collapsediag.scoring.cost import CostEstimate, estimate, group_tokens
 from collapsediag.scoring.guard import undisturbed
 from collapsediag.scoring.head import HeadTap, UnsupportedModelError
 from collapsediag.scoring.memory import MIN_TOKENS, is_out_of_memory, release_memory, work_model
 from collapsediag.scoring.plain import Cell, PlainSettings, plain_logp
 from collapsediag.scoring.plan import Unique, plan_groups
-from collapsediag.scoring.prefix import PrefixEngine, unsupported_reason
+from collapsediag.scoring.prefix import PrefixEngine, length_reason, unsupported_reason
 from collapsediag.scoring.results import Progress, Results, TokenScores
 
 logger = logging.getLogger("collapsediag")
@@ -30,6 +32,7 @@ BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 ProgressCallback = Callable[[int, int], None]
 
+ATTENTION = ("auto", "cascade", "masked", "plain")
 RANDOM_CHECKS = 3
 # How far fast and plain path may differ in a trace's sum: nats per token, and nats per trace. Low precision rounds a
 # logit of 20 to steps of an eighth (bfloat16); a wrong mask shows as tenths of a nat per token.
@@ -46,6 +49,7 @@ class ScoreInfo:
     """How the last matrix was computed.
 
     path: "prefix" or "plain". reason: why plain, None for the fast path.
+    attention: "cascade" or "masked", how the fast path attends; None on the plain path.
     check: largest difference between both paths in the self-check, nats per token; None where none was due. In low
         precision this is the noise that retrieval and MI carry.
     dtype: of the model's parameters. token_budget: tokens of one forward pass at the end.
@@ -53,6 +57,7 @@ class ScoreInfo:
 
     path: str
     reason: str | None
+    attention: str | None
     check: float | None
     dtype: str
     token_budget: int
@@ -71,6 +76,7 @@ class HFScorer:
     token_budget: tokens of one forward pass; from free memory where None. Halved when memory runs out.
     check_every: compare a few pairs with the plain path at the first call and every so many calls; 0: never.
     max_tokens: longest context and trace together; the model's own limit where None.
+    attention: how the fast path attends ("cascade", "masked"), or "plain" for no fast path; "auto" chooses.
     """
 
     def __init__(
@@ -81,8 +87,11 @@ class HFScorer:
         token_budget: int | None = None,
         check_every: int = 50,
         max_tokens: int | None = None,
+        attention: str = "auto",
     ) -> None:
-        if not temperature > 0:
+        if attention not in ATTENTION:
+            raise SettingsError(f"attention {attention!r} is not known; choose one of {', '.join(ATTENTION)}.")
+        if not 0 < temperature < math.inf:
             raise SettingsError(f"temperature is {temperature}; it must be above 0 (1 scores the model as it is).")
         if token_budget is not None and token_budget < MIN_TOKENS:
             raise SettingsError(f"token_budget is {token_budget}; at least {MIN_TOKENS} tokens are needed.")
@@ -93,10 +102,14 @@ class HFScorer:
         self.token_budget = token_budget
         self.check_every = check_every
         self.max_tokens = max_tokens if max_tokens is not None else ModelAccess.of(model).max_tokens
+        self.attention = attention
         self.info: ScoreInfo | None = None
         self._calls = 0
         self._shrink = 1
-        self._plain_reason: str | None = None
+        # Ways that this model turned out not to allow, with the reason, and ways that passed a self-check.
+        self._failed: dict[str, str] = {}
+        self._passed: set[str] = set()
+        self._told = False
 
     def __repr__(self) -> str:
         return f"HFScorer({type(self.model).__name__}, temperature={self.temperature:g})"
@@ -155,10 +168,20 @@ class HFScorer:
         return replace(cost, tokens=int(tokens), logit_rows=int(rows))
 
     def _reason(self, access: ModelAccess, unique: Unique) -> str | None:
-        if self._plain_reason is not None:
-            return self._plain_reason
+        """Why these pairs take the plain path, as far as is known before anything runs."""
+        if self.attention == "plain":
+            return "that was asked for"
         longest = max((t.size for t in unique.traces), default=0) + max((c.size for c in unique.contexts), default=0)
-        return unsupported_reason(access, longest)
+        reason = unsupported_reason(access) or length_reason(access, longest)
+        return reason or (None if self._ways(access) else list(self._failed.values())[-1])
+
+    def _ways(self, access: ModelAccess) -> list[Attention]:
+        """Ways to attend that are left to try, the fastest first."""
+        wanted = {"cascade", "masked"} if self.attention == "auto" else {self.attention}
+        if self.attention == "auto" and not CascadeAttention.suits(access):
+            wanted = {"masked"}
+        ways: list[Attention] = [CascadeAttention(access), MaskedAttention(access)]
+        return [way for way in ways if way.name in wanted and way.name not in self._failed]
 
     def _work(self, access: ModelAccess, unique: Unique) -> Any:
         longest = max((c.size for c in unique.contexts), default=1)
@@ -179,30 +202,49 @@ class HFScorer:
             return results
         call, self._calls = self._calls, self._calls + 1
         check: float | None = None
+        way: Attention | None = None
         with undisturbed(access.outer):
             reason = self._reason(access, unique)
-            if reason is None:
-                reason = self._try_fast(access, results, Progress(callback))
-                if reason is None and self.check_every and call % self.check_every == 0:
-                    check, reason = self._self_check(access, results, call)
-                    results = results if reason is None else Results(pairs, unique, **wanted)
+            for way in self._ways(access) if reason is None else ():
+                results = Results(pairs, unique, **wanted)
+                check, reason = self._fast_and_checked(access, way, results, call, Progress(callback))
+                if reason is None:
+                    break
+                self._failed[way.name] = reason
+                logger.info("%s attention does not suit %s: %s.", way.name, type(access.inner).__name__, reason)
             if reason is not None:
-                self._use_plain(access, reason)
+                results = Results(pairs, unique, **wanted)
+                self._tell(access, reason)
                 self._plain(access, results, Progress(callback))
         self.info = ScoreInfo(
             path="prefix" if reason is None else "plain",
             reason=reason,
+            attention=None if reason is not None or way is None else way.name,
             check=check,
             dtype=str(access.dtype).removeprefix("torch."),
             token_budget=self._work(access, unique).max_tokens,
         )
         return results
 
-    def _try_fast(self, access: ModelAccess, results: Results, progress: Progress) -> str | None:
+    def _fast_and_checked(
+        self, access: ModelAccess, way: Attention, results: Results, call: int, progress: Progress
+    ) -> tuple[float | None, str | None]:
+        """Fill `results` by the fast path: (largest difference where a self-check was due, reason where it failed)."""
+        with way.installed():
+            reason = self._try_fast(access, way, results, progress)
+        due = self.check_every and (call % self.check_every == 0 or way.name not in self._passed)
+        if reason is not None or not due:
+            return None, reason
+        check, reason = self._self_check(access, results, call)
+        if reason is None:
+            self._passed.add(way.name)
+        return check, reason
+
+    def _try_fast(self, access: ModelAccess, way: Attention, results: Results, progress: Progress) -> str | None:
         """Fill `results` by the fast path; the reason where that failed, None where it did not."""
         while True:
             try:
-                self._fast(access, results, progress)
+                self._fast(access, way, results, progress)
             except (ScoringError, KeyboardInterrupt):
                 raise
             except UnsupportedModelError as error:
@@ -217,12 +259,12 @@ class HFScorer:
             # Out here the traceback is gone, and with it the tensors that its frames held.
             self._halve(access, results, message)
 
-    def _fast(self, access: ModelAccess, results: Results, progress: Progress) -> None:
+    def _fast(self, access: ModelAccess, way: Attention, results: Results, progress: Progress) -> None:
         work = self._work(access, results.unique)
         groups = plan_groups(results.unique, work, results.done_C)
         progress.plan(sum(group_tokens(results.unique, group)[0] for group in groups))
         with HeadTap(access, self.temperature) as tap:
-            engine = PrefixEngine(access, tap, max_tokens=work.max_tokens, on_tokens=progress.add)
+            engine = PrefixEngine(access, tap, way, max_tokens=work.max_tokens, on_tokens=progress.add)
             for group in groups:
                 contexts = [results.unique.contexts[c] for c in group.context_G]
                 entropy = results.entropy_wanted(group.trace_G, group.context_G)
@@ -259,10 +301,15 @@ class HFScorer:
             try:
                 plain_logp(access, unique.contexts, unique.traces, cells, settings, store)
                 return
-            except RuntimeError as error:
-                if isinstance(error, ScoringError) or not is_out_of_memory(error):
-                    raise
+            except ScoringError:
+                raise
+            except Exception as error:
                 message = _first_line(error)
+                if not is_out_of_memory(error):
+                    raise ScoringError(
+                        f"{type(access.inner).__name__} cannot be run ({type(error).__name__}: {message}). Scoring "
+                        "needs a causal language model whose forward takes input_ids."
+                    ) from error
             self._halve(access, results, message)
 
     def _self_check(self, access: ModelAccess, results: Results, call: int) -> tuple[float, str | None]:
@@ -290,15 +337,16 @@ class HFScorer:
         plain_logp(access, unique.contexts, unique.traces, chosen, settings, compare)
         return worst, reason
 
-    def _use_plain(self, access: ModelAccess, reason: str) -> None:
-        if self._plain_reason is None:
-            self._plain_reason = reason
+    def _tell(self, access: ModelAccess, reason: str) -> None:
+        """Say once that this scorer is slower than it could be."""
+        if not self._told and self.attention != "plain":
             logger.warning(
                 "%s is scored by the plain path, because %s. The numbers are exact; every pair is forwarded in full, "
                 "which is slower.",
                 type(access.inner).__name__,
                 reason,
             )
+            self._told = True
 
 
 def _working_dtype(access: ModelAccess) -> torch.dtype:

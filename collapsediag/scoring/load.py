@@ -7,7 +7,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 
 from collapsediag._optional import require
 from collapsediag.errors import CollapsediagError, ScoringError, SettingsError
+
+logger = logging.getLogger("collapsediag")
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -53,7 +55,14 @@ def load_policy(
         options["local_files_only"] = True
     try:
         with _quiet(transformers):
-            model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=_dtype(dtype, target), **options)
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                where,
+                dtype=_dtype(dtype, target),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, in words
+                **options,
+            )
+            _refuse_made_up_weights(path_or_name, model, found)
             model = model.to(target).eval()
             loaded = _tokenizer(transformers, tokenizer, where, options)
     except CollapsediagError:
@@ -78,6 +87,8 @@ def load_tokenizer(
 
 def _locate(path_or_name: str | Path, gguf_file: str | None) -> tuple[str, str | None]:
     """Folder or hub name, and the GGUF file in it."""
+    if not str(path_or_name).strip():
+        raise SettingsError("the model's name is empty. Give a model folder, a .gguf file, or a hub name.")
     path = Path(path_or_name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -116,6 +127,8 @@ def _device(device: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         target = torch.device(device)
+        if target.type == "meta":
+            raise SettingsError("nothing can be computed on it")
         torch.empty(0, device=target)
     except Exception as error:
         raise SettingsError(
@@ -137,7 +150,9 @@ def _tokenizer(transformers: Any, wanted: str | Path | None, where: str, options
     if wanted is None:
         try:
             return transformers.AutoTokenizer.from_pretrained(where, **options)
-        except Exception:  # rollouts with token ids need none; who needs one says so then
+        except Exception as error:  # rollouts with token ids need none; who needs one says so then
+            if any(Path(where).glob("tokenizer*")):
+                logger.warning("%s: its tokenizer cannot be read (%s); going on without.", where, _first_line(error))
             return None
     folder, name = _locate(wanted, None)
     own = {key: value for key, value in options.items() if key == "trust_remote_code"}
@@ -151,10 +166,44 @@ def _tokenizer(transformers: Any, wanted: str | Path | None, where: str, options
         raise ScoringError(f"tokenizer {wanted}: cannot be read ({_first_line(error)}).") from error
 
 
+def _refuse_made_up_weights(path_or_name: str | Path, model: Any, found: Mapping[str, Any]) -> None:
+    """transformers fills what the checkpoint lacks with random numbers, and only logs it."""
+    names_of: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), set()).add(name)
+    # A tied weight is there under its other name.
+    missing = set(found["missing_keys"])
+    missing -= {name for names in names_of.values() if names - missing for name in names}
+    kind = type(model).__name__
+    if missing:
+        raise ScoringError(
+            f"{path_or_name}: {len(missing)} weights of the {kind} that its config.json describes are not in the "
+            f"checkpoint ({_some(missing)}), and random ones would be scored. Is this another model's config.json, or "
+            "is a weight file missing?"
+        )
+    odd = [f"{name} is {list(there)}, not {list(wanted)}" for name, there, wanted in found["mismatched_keys"]]
+    if odd:
+        raise ScoringError(
+            f"{path_or_name}: {len(odd)} weights have another shape than the {kind} that its config.json describes "
+            f"({_some(odd)}). Is this another model's config.json?"
+        )
+    unused = found["unexpected_keys"]
+    if unused:
+        logger.warning("%s: %d weights are of no use to %s: %s", path_or_name, len(unused), kind, _some(unused))
+
+
+def _some(names: Iterable[str], limit: int = 3) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "")
+
+
 def _unreadable(path_or_name: str | Path, local: bool, error: Exception) -> str:
     reason = f"{type(error).__name__}: {_first_line(error)}"
     if local:
-        return f"{path_or_name}: not a causal language model that transformers can read ({reason})."
+        return (
+            f"{path_or_name}: not a causal language model that transformers can read ({reason}). Is the copy complete, "
+            "and is this version of transformers new enough for the model?"
+        )
     return (
         f"{path_or_name}: no such folder, and it could not be loaded from the hub ({reason}). Check the spelling, or "
         "give the path of a model folder."
