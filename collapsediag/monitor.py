@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from collapsediag.context_bank import ContextBank
-from collapsediag.errors import CollapsediagError, MetricError, SettingsError
+from collapsediag.errors import CollapsediagError, MetricError, ScoringError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.metrics.from_matrix import matrix_metrics
 from collapsediag.metrics.from_rollouts import rollout_report
@@ -51,6 +51,7 @@ logger = logging.getLogger("collapsediag")
 # After this many failures in a row the policy is not scored any more; the cheap rollout metrics go on.
 MAX_FAILURES_IN_A_ROW = 3
 STATE_VERSION = 1
+REASONING_NOTE = "reasoning="
 # Left out because not needed, which is no defect of the data.
 CHOSEN_AWAY = (DropReason.SUBSAMPLED, DropReason.NOT_DRAWN)
 
@@ -188,6 +189,10 @@ class Monitor:
         self.tokenizer = tokenizer
         self.cadence = Cadence(every=every)
         self.pair_settings = pairs if pairs is not None else PairSettings(max_contexts=16, max_traces=64)
+        limit = getattr(scorer, "max_tokens", None)
+        if self.pair_settings.max_total_tokens is None and isinstance(limit, int):
+            # One trace too long for the model must not cost the whole step.
+            self.pair_settings = dataclasses.replace(self.pair_settings, max_total_tokens=limit)
         self.definition: Literal["paper", "ragen"] = definition
         self.rollout_options = dict(rollout_options or {})
         self.seed = seed
@@ -291,9 +296,12 @@ class Monitor:
     def continue_from(self, records: Iterable[Record]) -> None:
         """Continue a run from what it recorded, for offline jobs that keep no checkpoint.
 
-        The moving averages are part of every scored record, so the last one of each namespace holds them exactly.
+        The moving averages are part of every scored record, so the last one of each namespace holds them exactly. What
+        a trace is was decided at the first scored step, and stands in its notes.
         """
         for record in records:
+            if self._reasoning == "auto":
+                self._reasoning = _reasoning_of(record.notes)
             for namespace in NAMESPACES:
                 averages = _averages_of(record.values, f"collapse_{namespace}_sample/")
                 if averages is not None:
@@ -340,6 +348,11 @@ class Monitor:
             draft.not_measured[key] = pairs.shortfall
             return
         matrix = self.scorer.score(pairs)
+        if matrix.logp_NP.shape != (pairs.n_traces, pairs.n_contexts):
+            raise ScoringError(
+                f"{type(self.scorer).__name__} returned a matrix of shape {matrix.logp_NP.shape} for {pairs.n_traces} "
+                f"traces and {pairs.n_contexts} contexts; one row a trace and one column a context is needed."
+            )
         draft.scored = True
         self._check_own(batch, pairs, matrix, draft)
         ema = draft.ema[namespace] = copy.deepcopy(self._ema.get(namespace, EmaStd()))
@@ -357,7 +370,7 @@ class Monitor:
         if self._reasoning == "auto":
             choice = resolve_reasoning(batch, settings=self.pair_settings, tokenizer=finder)
             self._reasoning = choice.mode
-            draft.notes.append(f"reasoning={choice.mode}: {choice.reason}")
+            draft.notes.append(f"{REASONING_NOTE}{choice.mode}: {choice.reason}")
         pairs = build_pairs(
             batch,
             settings=self.pair_settings.with_reasoning(self._reasoning),
@@ -430,8 +443,11 @@ class Monitor:
         self._failures += 1
         self._failures_in_a_row += 1
         where = "" if isinstance(error, CollapsediagError) else f"{type(error).__name__}: "
-        reason = f"{where}{error}"
-        logger.warning("step %d: diagnostics failed, training goes on: %s", step, reason)
+        try:
+            reason = f"{where}{error}"
+        except Exception:  # whoever wrote that error did not test its text
+            reason = f"{where}(its message cannot be shown)"
+        logger.warning("step %s: diagnostics failed, training goes on: %s", step, reason)
         if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW and self.scorer is not None:
             logger.warning(
                 "diagnostics failed %d times in a row: the policy is not scored any more in this run; rollout metrics "
@@ -445,6 +461,16 @@ class Monitor:
             reason=reason,
             time=time.time(),
         )
+
+
+def _reasoning_of(notes: Iterable[str]) -> Literal["auto", "think", "completion"]:
+    """What a trace was decided to be, by the notes of a record; "auto" where nothing was decided in it."""
+    for note in notes:
+        if note.startswith(f"{REASONING_NOTE}think:"):
+            return "think"
+        if note.startswith(f"{REASONING_NOTE}completion:"):
+            return "completion"
+    return "auto"
 
 
 def _averages_of(values: Mapping[str, float], prefix: str) -> EmaStd | None:
