@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches
+from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches, finite, require_tokenizer
 from collapsediag.console import number, printable
 from collapsediag.errors import ReaderError
 from collapsediag.matrix import LogLikelihoodMatrix
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="which step to check (default: the first)")
     parser.add_argument("--model", help="the policy: also score traces under each other's prompts")
     parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in the model's folder")
-    parser.add_argument("--success-threshold", type=float, metavar="R", help="a reward of R or more is a success")
+    parser.add_argument("--success-threshold", type=finite, metavar="R", help="a reward of R or more is a success")
     parser.add_argument("--seed", type=int, default=0, help="of intervals and of the draw of traces (default 0)")
     parser.add_argument(
         "--fail-on",
@@ -45,22 +45,25 @@ def run(args: argparse.Namespace) -> int:
     """Read, check, print the verdicts."""
     from rich.console import Console
 
-    model, tokenizer = _policy(args)
-    batch = _batch(args, tokenizer)
-    matrix = None if model is None else _matrix(batch, model, tokenizer, args.seed)
+    # Once without the model: a wrong file must not cost a minute.
+    batch, tokenizer, matrix, unscored = _batch(args, None), None, None, None
+    if args.model is not None:
+        from collapsediag.scoring.load import load_policy
+
+        model, tokenizer = load_policy(args.model, gguf_file=args.gguf_file)
+        batch = _batch(args, tokenizer)
+        require_tokenizer(batch, tokenizer, args.model)
+        matrix, unscored = _matrix(batch, model, tokenizer, args.seed)
     report = preflight(
-        batch, matrix=matrix, success_threshold=args.success_threshold, tokenizer=tokenizer, seed=args.seed
+        batch,
+        matrix=matrix,
+        unscored=unscored,
+        success_threshold=args.success_threshold,
+        tokenizer=tokenizer,
+        seed=args.seed,
     )
     print_report(Console(highlight=False), report)
     return 1 if report.reaches(args.fail_on) else 0
-
-
-def _policy(args: argparse.Namespace) -> tuple[Any, Any]:
-    if args.model is None:
-        return None, None
-    from collapsediag.scoring.load import load_policy
-
-    return load_policy(args.model, gguf_file=args.gguf_file)
 
 
 def _batch(args: argparse.Namespace, tokenizer: Any) -> RolloutBatch:
@@ -73,7 +76,10 @@ def _batch(args: argparse.Namespace, tokenizer: Any) -> RolloutBatch:
     raise ReaderError(f"{' '.join(args.rollouts)}: step {args.step} is not there; found {found}.")
 
 
-def _matrix(batch: RolloutBatch, model: Any, tokenizer: Any, seed: int) -> LogLikelihoodMatrix | None:
+def _matrix(
+    batch: RolloutBatch, model: Any, tokenizer: Any, seed: int
+) -> tuple[LogLikelihoodMatrix | None, str | None]:
+    """The matrix, or why there is none."""
     from collapsediag.pairs import build_pairs
     from collapsediag.scoring.hf import HFScorer
 
@@ -81,7 +87,7 @@ def _matrix(batch: RolloutBatch, model: Any, tokenizer: Any, seed: int) -> LogLi
     pairs = build_pairs(
         batch, tokenizer=tokenizer, max_contexts=8, max_traces=16, max_total_tokens=scorer.max_tokens, seed=seed
     )
-    return None if pairs.shortfall is not None else scorer.score(pairs)
+    return (scorer.score(pairs), None) if pairs.shortfall is None else (None, pairs.shortfall)
 
 
 def print_report(console: Console, report: PreflightReport) -> None:

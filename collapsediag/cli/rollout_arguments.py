@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,13 +46,35 @@ def key_map(pairs: list[str]) -> dict[str, str]:
     >>> key_map(["completion=answer_text"])
     {'completion': 'answer_text'}
     """
-    mapping = {}
+    mapping: dict[str, str] = {}
     for pair in pairs:
         ours, equals, theirs = pair.partition("=")
         if not (ours and equals and theirs):
             raise SettingsError(f"--map {pair!r}: write OURS=THEIRS, for example --map completion=answer_text.")
+        if ours in mapping:
+            raise SettingsError(f"--map names {ours!r} twice: {mapping[ours]!r} and {theirs!r}. Keep one.")
         mapping[ours] = theirs
     return mapping
+
+
+def finite(text: str) -> float:
+    """A number on the command line."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def require_tokenizer(batch: RolloutBatch, tokenizer: Any, model: str) -> None:
+    """Raise SettingsError where the rollouts are text and there is nothing to make tokens of it."""
+    if tokenizer is None and not any(turn.has_ids for rollout in batch for turn in rollout.turns):
+        raise SettingsError(
+            f"the rollouts are text, and no tokenizer can be read in {model} to make tokens of it. Name one: "
+            "--tokenizer FOLDER, or copy its files there."
+        )
 
 
 def batches(args: argparse.Namespace, **options: Any) -> Iterator[RolloutBatch]:

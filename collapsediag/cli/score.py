@@ -12,19 +12,19 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches
+from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches, finite, require_tokenizer
 from collapsediag.console import printable, summary_lines
-from collapsediag.errors import SettingsError
+from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.monitor import Monitor
-from collapsediag.pairs import PairSettings, ScoringPairs
+from collapsediag.pairs import NAMESPACES, DropReason, PairSettings, ScoringPairs
 from collapsediag.record import Provenance, Record
 from collapsediag.rollouts import RolloutBatch
-from collapsediag.run_folder import METRICS_FILE, read_records
+from collapsediag.run_folder import METRICS_FILE, RUN_FILE, check_writable, read_records, read_run
 from collapsediag.sinks import JsonlSink, Sink
 
 if TYPE_CHECKING:
@@ -34,6 +34,38 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TRACES = 64
 DEFAULT_MAX_CONTEXTS = 16
+
+SAMPLE_KEYS = tuple(f"collapse_{namespace}_sample" for namespace in NAMESPACES)
+# What to do where every trace was left out for a reason.
+CURES = {
+    DropReason.NO_TOKEN_IDS: "Prompts are needed beside the completions, and a tokenizer for what is text.",
+    DropReason.NO_REASONING: "Name the tags (--open-tag, --close-tag), or score whole outputs: --reasoning completion.",
+    DropReason.UNCLOSED: "Whole outputs, closed or not, are scored by --reasoning completion.",
+    DropReason.EMPTY: "Whole outputs are scored by --reasoning completion.",
+    DropReason.CONTEXT_TOO_LONG: "The prompts leave no room within what the model can read.",
+    DropReason.TRACE_TOO_LONG: "The traces leave no room within what the model can read.",
+}
+# Settings that a resumed run must share with its first half.
+CHANGES_NUMBERS = (
+    "model",
+    "tokenizer",
+    "gguf_file",
+    "dtype",
+    "temperature",
+    "max_traces",
+    "max_contexts",
+    "max_pairs",
+    "max_trace_tokens",
+    "max_context_tokens",
+    "seed",
+    "reasoning",
+    "open_tag",
+    "close_tag",
+    "definition",
+    "success_threshold",
+    "plain_prompts",
+    "answer_prefix",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in the model's folder")
     model.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps (default: the best there is)")
     model.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: float32 on the CPU)")
-    model.add_argument("--temperature", type=float, default=1.0, help="score softmax(logits / T) (default 1)")
+    model.add_argument("--temperature", type=finite, default=1.0, help="score softmax(logits / T) (default 1)")
     model.add_argument(
         "--token-budget", type=int, metavar="N", help="tokens in one forward pass (default: from memory)"
     )
@@ -77,12 +109,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--definition", choices=("paper", "ragen"), default="paper", help="whose formulas (default paper)"
     )
-    what.add_argument("--success-threshold", type=float, metavar="R", help="a reward of R or more is a success")
+    what.add_argument("--success-threshold", type=finite, metavar="R", help="a reward of R or more is a success")
 
 
 def _limit(text: str) -> int | None:
     """A limit on the command line; 0 is no limit."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative; 0 means no limit")
     return value or None
@@ -94,14 +129,15 @@ def run(args: argparse.Namespace) -> int:
 
     from collapsediag.scoring.load import load_policy
 
-    console = Console(stderr=True, highlight=False)
-    done = _recorded_steps(args)
+    # Lines are not wrapped: a log is searched by line, and a terminal wraps by itself.
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    recorded = _recorded(args)
     # The first step is read before the model is loaded: a wrong file must not cost a minute.
     next(batches(args), None)
     if args.ray:
         from collapsediag.cli.score_on_ray import run_on_ray
 
-        return run_on_ray(args, done, console)
+        return run_on_ray(args, recorded, console)
     model, tokenizer = load_policy(
         args.model,
         tokenizer=args.tokenizer,
@@ -109,38 +145,83 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
     )
-    last: Record | None = None
+    done = steps_done(recorded)
+    new: list[Record] = []
     with _model_monitor(args, model, tokenizer, console) as monitor:
-        if done:
-            monitor.continue_from(read_records(args.out))
+        monitor.continue_from(recorded)
         for batch in batches(args, tokenizer=tokenizer):
+            require_tokenizer(batch, tokenizer, args.model)
             if batch.step in done:
                 console.print(f"step {batch.step}: already recorded, not redone")
                 continue
-            last = monitor.observe(batch.step, batch)
-            report_step(console, batch, last)
-    return finish(args, last, console)
+            new.append(monitor.observe(batch.step, batch).without_arrays())
+            report_step(console, batch, new[-1])
+    return finish(args, new, console)
 
 
-def finish(args: argparse.Namespace, last: Record | None, console: Console) -> int:
-    """The last step's table, and the exit code."""
-    if last is None:
+def finish(args: argparse.Namespace, new: Sequence[Record], console: Console) -> int:
+    """The last step's table, and the exit code. Raises ScoringError where no new step has a number to show for it."""
+    if not new:
         console.print("nothing new to score")
         return 0
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
-    print(f"\n{printable(args.out)}, step {last.step}")
-    print("\n".join(summary_lines(last, width=width)))
+    print(f"\n{printable(args.out)}, step {new[-1].step}")
+    print("\n".join(summary_lines(new[-1], width=width)))
+    if not any(name.endswith("/n_traces") for record in new for name in record.values):
+        raise ScoringError(_nothing_scored(args, new))
     return 0
 
 
-def _recorded_steps(args: argparse.Namespace) -> set[int]:
+def _nothing_scored(args: argparse.Namespace, new: Sequence[Record]) -> str:
+    first = new[0]
+    reasons = [reason for name, reason in first.not_measured.items() if name in SAMPLE_KEYS]
+    steps = f"step {first.step}" if len(new) == 1 else f"none of {len(new)} steps"
+    verb = "could not be scored" if len(new) == 1 else f"could be scored; step {first.step}"
+    left_out = {name.rpartition("/")[2] for name in first.dropped}
+    cures = [cure for reason, cure in CURES.items() if reason.value in left_out]
+    if any("non-finite" in reason for reason in reasons):
+        cures.append("The model gives no finite log-probabilities: are its weights NaN, or is --dtype too narrow?")
+    told = "; ".join(dict.fromkeys(reasons)).rstrip(".") or "no reason was given"
+    return " ".join([f"{steps} {verb}: {told}.", *cures, f"What was measured without the model is in {args.out}."])
+
+
+def _recorded(args: argparse.Namespace) -> list[Record]:
+    check_writable(args.out)
     if not (Path(args.out) / METRICS_FILE).exists():
-        return set()
+        return []
     if not args.resume:
         raise SettingsError(
             f"--out {args.out} already holds a run. Choose another folder, or add --resume to go on in it."
         )
-    return {record.step for record in read_records(args.out) if record.status == "ok"}
+    if (Path(args.out) / RUN_FILE).exists():
+        _refuse_other_settings(args, read_run(args.out).get("settings"))
+    return read_records(args.out)
+
+
+def _refuse_other_settings(args: argparse.Namespace, before: Any) -> None:
+    """A curve whose first half was measured otherwise than its second cannot be read."""
+    settings = _settings(args)
+    if not isinstance(before, dict):
+        return
+    changed = [
+        f"--{name.replace('_', '-')} was {before[name]!r} and now is {settings[name]!r}"
+        for name in CHANGES_NUMBERS
+        if name in before and before[name] != settings[name]
+    ]
+    if changed:
+        raise SettingsError(
+            f"--resume: the run in {args.out} has other settings: {'; '.join(changed)}. Give the same, or choose "
+            "another --out."
+        )
+
+
+def steps_done(recorded: Iterable[Record]) -> set[int]:
+    """Steps that need not be scored again."""
+    return {record.step for record in recorded if record.status == "ok"}
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if name not in ("run", "command")}
 
 
 def _model_monitor(args: argparse.Namespace, model: Any, tokenizer: Any, console: Console) -> Monitor:
@@ -159,7 +240,7 @@ def provenance_of(args: argparse.Namespace, parameter: Any) -> Provenance:
         tokenizer=str(args.tokenizer or args.model),
         device=str(parameter.device),
         dtype=str(parameter.dtype).removeprefix("torch."),
-        settings={name: value for name, value in vars(args).items() if name not in ("run", "command")},
+        settings=_settings(args),
     )
 
 
@@ -222,10 +303,10 @@ def report_step(console: Console, batch: RolloutBatch, record: Record) -> None:
     """What a reader of the numbers must know, once per step."""
     where = f"step {batch.step}"
     for note in record.notes:
-        console.print(f"{where}: {note}", markup=False)
+        console.print(printable(f"{where}: {note}"), markup=False)
     for name, reason in record.not_measured.items():
         if name.startswith("collapse_"):
-            console.print(f"{where}: {name} not measured: {reason}", style="yellow", markup=False)
+            console.print(printable(f"{where}: {name} not measured: {reason}"), style="yellow", markup=False)
     left_out = ", ".join(f"{n} {reason}" for reason, n in record.dropped.items() if n)
     if left_out:
-        console.print(f"{where}: left out {left_out}", markup=False)
+        console.print(printable(f"{where}: left out {left_out}"), markup=False)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from collapsediag.cli.rollout_arguments import batches
-from collapsediag.cli.score import finish, monitor_of, provenance_of, report_step
+from collapsediag.cli.rollout_arguments import batches, require_tokenizer
+from collapsediag.cli.score import finish, monitor_of, provenance_of, report_step, steps_done
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import PairSettings, resolve_reasoning
+from collapsediag.record import Record
 from collapsediag.rollouts import RolloutBatch
-from collapsediag.run_folder import read_records
 from collapsediag.scoring.load import load_tokenizer
 from collapsediag.scoring.ray_jobs import KeptScorer, ordered_map
 from collapsediag.sinks import JsonlSink
@@ -34,15 +34,17 @@ class StepScores:
     dtype: str
 
 
-def run_on_ray(args: argparse.Namespace, done: set[int], console: Console) -> int:
+def run_on_ray(args: argparse.Namespace, recorded: list[Record], console: Console) -> int:
     """Score on Ray, record, and print the last step's table."""
     tokenizer = load_tokenizer(args.model, tokenizer=args.tokenizer, gguf_file=args.gguf_file)
+    done = steps_done(recorded)
     steps = (batch for batch in batches(args, tokenizer=tokenizer) if batch.step not in done)
     first = next(steps, None)
     if done:
         console.print(f"{len(done)} steps are already recorded and not redone")
     if first is None:
-        return finish(args, None, console)
+        return finish(args, [], console)
+    require_tokenizer(first, tokenizer, args.model)
     waiting: deque[RolloutBatch] = deque()
 
     def handed_out() -> Iterator[RolloutBatch]:
@@ -56,19 +58,20 @@ def run_on_ray(args: argparse.Namespace, done: set[int], console: Console) -> in
         workers=args.ray_workers,
         address=args.ray_address,
     )
-    kept, last = KeptScorer(), None
+    kept = KeptScorer()
+    new: list[Record] = []
     monitor: Monitor | None = None
     try:
         for found in scores:
             if monitor is None:
-                monitor = _recording_monitor(args, kept, tokenizer, found, bool(done))
+                monitor = _recording_monitor(args, kept, tokenizer, found, recorded)
             batch, kept.matrices = waiting.popleft(), found.matrices
-            last = monitor.observe(batch.step, batch)
-            report_step(console, batch, last)
+            new.append(monitor.observe(batch.step, batch).without_arrays())
+            report_step(console, batch, new[-1])
     finally:
         if monitor is not None:
             monitor.close()
-    return finish(args, last, console)
+    return finish(args, new, console)
 
 
 def _chain(first: RolloutBatch, rest: Iterator[RolloutBatch]) -> Iterator[RolloutBatch]:
@@ -83,13 +86,12 @@ def _reasoning(args: argparse.Namespace, batch: RolloutBatch, tokenizer: Any) ->
 
 
 def _recording_monitor(
-    args: argparse.Namespace, kept: KeptScorer, tokenizer: Any, found: StepScores, resumed: bool
+    args: argparse.Namespace, kept: KeptScorer, tokenizer: Any, found: StepScores, recorded: list[Record]
 ) -> Monitor:
     provenance = provenance_of(args, found)
     sink = JsonlSink(args.out, resume=args.resume, provenance=provenance)
     monitor = monitor_of(args, kept, tokenizer, found.max_tokens, [sink])
-    if resumed:
-        monitor.continue_from(read_records(args.out))
+    monitor.continue_from(recorded)
     return monitor
 
 

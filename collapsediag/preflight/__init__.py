@@ -93,6 +93,7 @@ def preflight(
     batch: RolloutBatch,
     *,
     matrix: LogLikelihoodMatrix | None = None,
+    unscored: str | None = None,
     format: Any = None,
     answer: Extractor = "auto",
     success_threshold: float | None = None,
@@ -103,6 +104,7 @@ def preflight(
 
     matrix: its outputs scored under the untrained policy. Retrieval at chance then means that prompts and outputs do
         not belong together, for nothing has been trained that could have collapsed.
+    unscored: why there is no matrix although there is a policy, for the check that lacks it.
     format, answer, success_threshold, tokenizer, seed: as in `rollout_metrics`.
     Raises RolloutError for an empty batch, MetricError for a reward that is no number.
 
@@ -122,6 +124,7 @@ def preflight(
         values=measured.values,
         reasons=measured.not_measured,
         matrix=matrix,
+        unscored=unscored,
         declared=format is not None,
     )
     return PreflightReport(

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
+from collapsediag.errors import MetricError
 from collapsediag.metrics.from_matrix import matrix_metrics
 from collapsediag.preflight.types import SHOWN, Check, Facts, Status, percent
 from collapsediag.rollouts import Turn
@@ -200,8 +201,19 @@ def retrieval(facts: Facts) -> Check:
     """Does the untrained policy's reasoning say which prompt it belongs to?"""
     name = "retrieval"
     if facts.matrix is None:
-        return Check(name=name, status="skipped", reading="no policy was given to score the outputs with.")
-    values = matrix_metrics(facts.matrix)
+        why = facts.unscored or "no policy was given to score the outputs with"
+        return Check(name=name, status="skipped", reading=f"{why}.")
+    if facts.matrix.n_traces and facts.matrix.nonfinite_N.all():
+        return Check(
+            name=name,
+            status="critical",
+            reading="the policy gives no finite log-probability to any of the outputs.",
+            action="Its weights are NaN or infinite, or its precision is too narrow: load it in float32.",
+        )
+    try:
+        values = matrix_metrics(facts.matrix)
+    except MetricError as error:
+        return Check(name=name, status="skipped", reading=str(error))
     accuracy, chance = values.get("retrieval_accuracy"), values.get("retrieval_chance_level")
     if accuracy is None or chance is None:
         return Check(name=name, status="skipped", reading="fewer than two distinct prompts, or no usable trace.")

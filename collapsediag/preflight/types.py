@@ -42,7 +42,7 @@ class Facts:
     """What the checks read.
 
     values, reasons: of `rollout_report`. matrix: of the policy before training, None where there is none.
-    declared: a format was declared.
+    declared: a format was declared. unscored: why there is no matrix although there is a policy.
     """
 
     batch: RolloutBatch
@@ -50,6 +50,7 @@ class Facts:
     reasons: Mapping[str, str] = field(default_factory=dict)
     matrix: LogLikelihoodMatrix | None = None
     declared: bool = False
+    unscored: str | None = None
 
     def interval(self, name: str) -> tuple[float, float] | None:
         """The 95% interval of a value, where it has one."""
