@@ -355,6 +355,12 @@ def test_all_equal_groups_are_judged_against_the_share_that_chance_gives() -> No
     assert (small.status, small.title) == ("info", "Groups are too small")
     assert "by chance alone 0.82" in small.evidence
 
+    # 0.81 of the groups where chance gives 0.45, from few groups: the interval still holds the share by chance.
+    def unsure(i: int) -> Values:
+        return {**near(6, 0.81, "reward/all_equal_fraction", 0.4), "reward/expected_all_equal_fraction": 0.45}
+
+    assert cd.judge(run(unsure))["all_equal_groups"].status == "ok"
+
     def unlabelled(i: int) -> Values:
         return {**near(6, 0.9, "reward/all_equal_fraction"), "reward/expected_all_equal_fraction": math.nan}
 
@@ -369,6 +375,10 @@ def test_narrowing_needs_both_a_gain_and_a_loss_and_a_large_k() -> None:
     assert cd.judge(run(lambda i: near(i, 0.84, "pass@8")))["pass_at_k_narrowing"].status == "ok"
     wide = cd.judge(run(lambda i: {**both(i), **near(i, 0.6, "pass@8", half=0.4)}))["pass_at_k_narrowing"]
     assert wide.status == "ok"  # the interval still reaches the start
+    slight = cd.judge(run(lambda i: {**both(i), **near(i, 0.84, "pass@8", half=0.001)}, seed=3))["pass_at_k_narrowing"]
+    assert slight.baseline is not None
+    assert 0.841 < slight.baseline < 0.89  # a sure loss, and less than 0.05
+    assert slight.status == "ok"
     few = [dataclasses.replace(r, values={k: v for k, v in r.values.items() if "@8" not in k}) for r in run(both)]
     assert cd.judge(few)["pass_at_k_narrowing"].missing == "no pass@k with k of 4 or more"
 
@@ -388,6 +398,11 @@ def test_an_environment_is_named_and_only_under_a_stable_mean() -> None:
     assert everywhere["environment_collapse"].status == "ok"
     wide = cd.judge(run(lambda i: {**changes(i), **({"env/maze/reward/std": 2.0} if i >= 6 else {})}))
     assert wide["environment_collapse"].status == "ok"  # two standard errors reach the start
+
+
+def test_an_environment_that_never_scored_has_nothing_to_lose() -> None:
+    zero = cd.judge(run(lambda i: {"env/maze/reward/mean": 0.0, "env/maze/reward/std": 0.0}))
+    assert zero["environment_collapse"].status == "ok"
 
 
 def test_tools_that_were_hardly_used_cannot_collapse() -> None:

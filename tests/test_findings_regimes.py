@@ -11,7 +11,7 @@ import pytest
 
 import collapsediag as cd
 from collapsediag.errors import SettingsError
-from collapsediag.findings.series import baselines, series_of, sustained
+from collapsediag.findings.series import Series, baselines, high_episodes, low_episodes, series_of, sustained
 from collapsediag.metrics.from_matrix import matrix_metrics
 from collapsediag.record import Record
 from collapsediag.testing import planted
@@ -271,6 +271,10 @@ def test_low_entropy_collapse_dates_from_the_state_that_completed_it() -> None:
     steps = cd.regimes(both)
     assert (steps[9].name, steps[9].since_step) == ("compressed reasoning", 60)
     assert (steps[-1].name, steps[-1].since_step) == ("low-entropy collapse", 100)
+    loud = [*both, *(scored(130 + 10 * i, 0.125, entropy=1.5) for i in range(3))]
+    last = cd.regimes(loud)[-1]
+    # A state that was left gives no date of its own: the new name dates from the step at which it is known.
+    assert (last.name, last.since_step) == ("template collapse", 150)
 
 
 def test_baselines_are_the_first_steps_and_keep_the_last_three_out() -> None:
@@ -293,6 +297,24 @@ def test_sustained_against_a_plain_automaton() -> None:
                 since, changed_at = None, i
             expected.append(since)
         assert sustained([c == 2 for c in codes], [c == 0 for c in codes], 3) == expected
+
+
+def states(values: list[float], *, high: bool = False) -> list[int | None]:
+    steps = tuple(range(len(values)))
+    series = Series("x", steps, tuple(values), (None,) * len(values))
+    settings = cd.FindingSettings()
+    episodes = high_episodes(series, 0.5, settings) if high else low_episodes(series, 0.5, settings)
+    return list(episodes.since_S)
+
+
+def test_numbers_have_hysteresis_on_both_sides() -> None:
+    start = [1.0] * 6
+    assert states([*start, *[0.4] * 3, *[0.55] * 6])[-1] == 6
+    assert states([*start, *[0.4] * 3, *[0.61] * 3])[-1] is None
+    assert states([*start, *[0.55] * 6])[-1] is None
+    assert states([0.1] * 3 + [0.5] * 3 + [0.45] * 6, high=True)[-1] == 3
+    assert states([0.1] * 3 + [0.5] * 3 + [0.41] * 3, high=True)[-1] is None
+    assert states([0.1] * 3 + [0.45] * 6, high=True)[-1] is None
 
 
 def test_a_series_is_taken_from_the_first_name_that_is_held() -> None:

@@ -180,9 +180,13 @@ def _start(
 ) -> int:
     """The step from which a new name dates: where the state began that was entered, or here if one was left."""
     if before is None or before.name is None:
-        return points[max((s[index] or 0 for s in (mi_S, entropy_S)), default=0)].step
-    entered = [s[index] for s in (mi_S, entropy_S) if s[index] is not None and s[index - 1] is None]
-    return points[max((e for e in entered if e is not None), default=index)].step
+        return points[0].step
+    for since_S in (mi_S, entropy_S):
+        since = since_S[index]
+        # Both states entered at once began at once: each after the same number of steps in a row.
+        if since is not None and since_S[index - 1] is None:
+            return points[since].step
+    return points[index].step
 
 
 @dataclass(frozen=True, kw_only=True)
