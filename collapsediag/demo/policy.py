@@ -5,6 +5,8 @@ Legend: B sequences, T output tokens, V words.
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -50,8 +52,8 @@ def warm_up(policy: LlamaForCausalLM, *, steps: int, seed: int, batch: int = 64,
     groups = [{"params": matrices, "weight_decay": 2.0}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr)
     for step in range(steps):
-        shown = [tuple(int(x) for x in row) for row in rng.integers(len(task.COLOURS), size=(batch, task.N_SHOWN))]
-        rows = [task.prompt_ids(rng, s) + task.demonstration(rng, s) for s in shown]  # type: ignore[arg-type]
+        shown = [(int(a), int(b), int(c)) for a, b, c in rng.integers(len(task.COLOURS), size=(batch, task.N_SHOWN))]
+        rows = [[*task.draw_prompt(rng, s).ids, *task.demonstration(rng, s)] for s in shown]
         ids = torch.tensor(rows)  # demonstrations are all of one length
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - step / steps) + 1e-5
@@ -59,20 +61,22 @@ def warm_up(policy: LlamaForCausalLM, *, steps: int, seed: int, batch: int = 64,
         targets = ids[:, task.PROMPT_LENGTH :]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
 
 
-@torch.no_grad()
 def sample(policy: LlamaForCausalLM, prompt_BL: Tensor, generator: torch.Generator) -> Tensor:
     """Outputs [B, T] sampled at temperature 1; positions after the end hold the end token."""
-    cache = DynamicCache(config=policy.config)
+    # transformers renamed the argument; both names take the same object.
+    names = inspect.signature(policy.forward).parameters
+    cache = {"cache" if "cache" in names else "past_key_values": DynamicCache(config=policy.config)}
     current = prompt_BL
     ended = torch.zeros(len(prompt_BL), dtype=torch.bool)
     steps = []
     for _ in range(task.MAX_OUTPUT):
-        logits = policy(input_ids=current, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        with torch.no_grad():
+            logits = policy(input_ids=current, use_cache=True, **cache).logits[:, -1].float()
         token = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
         token = torch.where(ended, torch.zeros_like(token), token)
         steps.append(token)

@@ -9,16 +9,17 @@ with the colours of its prompt and filler words drawn freely, so that reasoning 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-COLOURS = tuple("red blue green gold white black pink grey".split())
-DOORS = tuple("north south east west up down left right".split())
-OPENERS = tuple("so well now first okay hmm look here right-so fine good there".split())
-VERBS = tuple("see note find read spot meet have mark get take hold count".split())
-LINKS = tuple("and next also after plus beside while with again besides further that".split())
+COLOURS = ("red", "blue", "green", "gold", "white", "black", "pink", "grey")
+DOORS = ("north", "south", "east", "west", "up", "down", "left", "right")
+OPENERS = ("so", "well", "now", "first", "okay", "hmm", "look", "here", "sure", "fine", "good", "there")
+VERBS = ("see", "note", "find", "read", "spot", "meet", "have", "mark", "get", "take", "hold", "count")
+LINKS = ("and", "next", "also", "after", "plus", "beside", "while", "with", "again", "besides", "further", "that")
 EOS, THINK, END_THINK, ANSWER, END_ANSWER = "<eos>", "<think>", "</think>", "<answer>", "</answer>"
 SCENE = ("lamps", "dark", ".", "which", "door", "opens", "?")
 WORDS = (EOS, THINK, END_THINK, ANSWER, END_ANSWER, *COLOURS, *DOORS, *OPENERS, *VERBS, *LINKS, *SCENE)
@@ -32,8 +33,13 @@ MAX_OUTPUT = 32
 MIN_REASONING = 6
 
 Shown = tuple[int, int, int]
-# Which door opens in the hard task: a fixed table without any rule, so that it can hardly be learnt in the demo's time.
-_SECRET = np.random.default_rng(7).integers(len(DOORS), size=(len(COLOURS),) * N_SHOWN)
+
+
+class Prompt(NamedTuple):
+    """shown: the three colours, in order. ids: the prompt's tokens."""
+
+    shown: Shown
+    ids: tuple[int, ...]
 
 
 class WordTokenizer:
@@ -52,21 +58,21 @@ class Parsed(NamedTuple):
     door: int | None
 
 
-def draw_prompts(rng: np.random.Generator, n: int) -> list[Shown]:
-    """n different triples of colours."""
+def draw_prompts(rng: np.random.Generator, n: int) -> list[Prompt]:
+    """n prompts with different colours."""
     seen: dict[Shown, None] = {}
     while len(seen) < n:
         a, b, c = (int(x) for x in rng.integers(len(COLOURS), size=N_SHOWN))
         seen[(a, b, c)] = None
-    return list(seen)
+    return [draw_prompt(rng, shown) for shown in seen]
 
 
-def prompt_ids(rng: np.random.Generator, shown: Shown) -> list[int]:
-    """The prompt of three colours, at lamps drawn at random: the policy must find them, not copy three positions."""
+def draw_prompt(rng: np.random.Generator, shown: Shown) -> Prompt:
+    """Three colours, at lamps drawn at random: the policy must find them, not copy three positions."""
     lamps = [IDS["dark"]] * N_LAMPS
     for lamp, colour in zip(sorted(rng.choice(N_LAMPS, N_SHOWN, replace=False)), shown, strict=True):
         lamps[int(lamp)] = IDS[COLOURS[colour]]
-    return [IDS["lamps"], *lamps, *(IDS[word] for word in SCENE[2:])]
+    return Prompt(shown, (IDS["lamps"], *lamps, *(IDS[word] for word in SCENE[2:])))
 
 
 def demonstration(rng: np.random.Generator, shown: Shown) -> list[int]:
@@ -99,12 +105,12 @@ def parse(output: Sequence[int]) -> Parsed:
     return Parsed(valid, reasoning, DOORS.index(words[-3]) if valid else None)
 
 
-def solves_hard(parsed: Parsed, shown: Shown) -> bool:
-    """The door of the secret table: right about one time in eight, whatever is thought before."""
-    return parsed.door is not None and parsed.door == int(_SECRET[shown])
+def solves_hard(parsed: Parsed, prompt: Prompt) -> bool:
+    """The door that a checksum of the prompt names: right one time in eight, whatever is thought before."""
+    return parsed.door == zlib.crc32(bytes(prompt.ids)) % len(DOORS)
 
 
-def solves_readable(parsed: Parsed, shown: Shown) -> bool:
+def solves_readable(parsed: Parsed, prompt: Prompt) -> bool:
     """The door that belongs to the first colour, behind reasoning that names the colours in order: it can be learnt."""
     named = [WORDS[i] for i in parsed.reasoning or () if WORDS[i] in COLOURS]
-    return parsed.door == shown[0] and named == [COLOURS[colour] for colour in shown]
+    return parsed.door == prompt.shown[0] and named == [COLOURS[colour] for colour in prompt.shown]

@@ -57,17 +57,16 @@ class DemoTraining:
     def steps(self) -> Iterator[tuple[int, RolloutBatch]]:
         """(step, its rollouts), each before the update made from them; the last one is followed by no update."""
         for step in range(self.settings.steps + 1):
-            shown = task.draw_prompts(self._rng, self.settings.n_prompts)
-            prompts = torch.tensor([task.prompt_ids(self._rng, s) for s in shown])
-            prompt_BL = prompts.repeat_interleave(self.settings.group_size, dim=0)
+            prompts = task.draw_prompts(self._rng, self.settings.n_prompts)
+            prompt_BL = torch.tensor([p.ids for p in prompts]).repeat_interleave(self.settings.group_size, dim=0)
             output_BT = sample(self.policy, prompt_BL, self._generator)
-            yield step, self._batch(step, shown, prompt_BL, output_BT)
+            yield step, self._batch(step, prompts, prompt_BL, output_BT)
             if step < self.settings.steps:
-                self._update(shown, prompt_BL, output_BT)
+                self._update(prompts, prompt_BL, output_BT)
 
-    def _update(self, shown: list[task.Shown], prompt_BL: Tensor, output_BT: Tensor) -> None:
-        """One step on `-A log pi(output) - bonus * H`, averaged over tokens; A is the reward normalised in its group."""
-        reward_B = torch.tensor([r for r, _ in self._rewards(shown, output_BT)])
+    def _update(self, prompts: list[task.Prompt], prompt_BL: Tensor, output_BT: Tensor) -> None:
+        """One step on `-A log pi(output) - bonus * H`, a mean over tokens; A is the reward normalised in its group."""
+        reward_B = torch.tensor([r for r, _ in self._rewards(prompts, output_BT)])
         advantage_B = group_advantages(reward_B.view(-1, self.settings.group_size)).flatten()
         logp_BTV = output_logits(self.policy, torch.cat([prompt_BL, output_BT], dim=1)).log_softmax(-1)
         mask_BT = _mask(output_BT)
@@ -76,30 +75,29 @@ class DemoTraining:
         objective_BT = advantage_B[:, None] * chosen_BT + self.settings.entropy_bonus * entropy_BT
         loss = -(objective_BT * mask_BT).sum() / mask_BT.sum()
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self._optimizer.step()
 
-    def _rewards(self, shown: list[task.Shown], output_BT: Tensor) -> list[tuple[float, bool]]:
+    def _rewards(self, prompts: list[task.Prompt], output_BT: Tensor) -> list[tuple[float, bool]]:
         """(reward, solved) of each output."""
         rewards = []
         for row, output in enumerate(_unpadded(output_BT)):
-            parsed, lamps = task.parse(output), shown[row // self.settings.group_size]
-            solved = task.solves_readable(parsed, lamps) if self.settings.reward == "readable" else False
-            if self.settings.reward != "readable":
-                solved = task.solves_hard(parsed, lamps)
+            parsed, prompt = task.parse(output), prompts[row // self.settings.group_size]
+            solves = task.solves_readable if self.settings.reward == "readable" else task.solves_hard
+            solved = solves(parsed, prompt)
             share = self.settings.format_share
             reward = (1 - share) * solved + share * parsed.valid
             rewards.append((1.0 if self.settings.reward == "constant" else float(reward), solved))
         return rewards
 
-    @torch.no_grad()
-    def _batch(self, step: int, shown: list[task.Shown], prompt_BL: Tensor, output_BT: Tensor) -> RolloutBatch:
-        logp_BTV = output_logits(self.policy, torch.cat([prompt_BL, output_BT], dim=1)).log_softmax(-1)
+    def _batch(self, step: int, prompts: list[task.Prompt], prompt_BL: Tensor, output_BT: Tensor) -> RolloutBatch:
+        with torch.no_grad():
+            logp_BTV = output_logits(self.policy, torch.cat([prompt_BL, output_BT], dim=1)).log_softmax(-1)
         chosen_BT = logp_BTV.gather(-1, output_BT[..., None])[..., 0].clamp(max=0.0)
         entropy_BT = -(logp_BTV.exp() * logp_BTV).sum(-1)
         rollouts = []
-        scored = zip(_unpadded(output_BT), self._rewards(shown, output_BT), strict=True)
+        scored = zip(_unpadded(output_BT), self._rewards(prompts, output_BT), strict=True)
         for row, (output, (reward, solved)) in enumerate(scored):
             ended = output[-1] == task.IDS[task.EOS]
             turn = Turn(
