@@ -141,8 +141,11 @@ class Record:
 
         Raises ValueError, KeyError or TypeError for what is no such line.
         """
-        if not isinstance(line, Mapping) or not isinstance(line["step"], int) or not isinstance(line["values"], dict):
-            raise ValueError("not a record: an object with a whole-numbered step and an object of values is needed")
+        if not isinstance(line, Mapping) or not isinstance(line["step"], int):
+            raise ValueError("not a record: an object with a whole-numbered step is needed")
+        for name in ("values", "not_measured", "dropped", "seconds"):
+            if not isinstance(line.get(name, {}), Mapping):
+                raise ValueError(f"not a record: {name} is no object")
         known = ("step", "values", "status", "reason", "not_measured", "dropped", "seconds", "time")
         fields = {name: line[name] for name in known if name in line}
         return cls(notes=tuple(line.get("notes", ())), **fields)
