@@ -164,10 +164,12 @@ class _Encoder:
         if begin and text.startswith(begin):
             return self._encode(text)
         ids = list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
-        bare = self._encode(text)
+        end = getattr(self.tokenizer, "eos_token_id", None)
         # Some tokenizers also close the text; the policy was to go on with it.
-        while len(ids) > bare.size and ids[-1] == getattr(self.tokenizer, "eos_token_id", None):
-            ids.pop()
+        if ids and ids[-1] == end:
+            bare = self._encode(text)
+            while len(ids) > bare.size and ids[-1] == end:
+                ids.pop()
         return np.asarray(ids, dtype=np.int64)
 
     def _templated(self, rollout: Rollout, messages: Sequence[Mapping[str, Any]], prefix: str | None = None) -> Ids:
