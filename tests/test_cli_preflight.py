@@ -1,0 +1,119 @@
+"""`collapsediag preflight` at the command line: exit codes, what it says of a policy, and hostile input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collapsediag.cli import main
+
+from .conftest import import_or_skip
+
+import_or_skip("torch")
+import_or_skip("transformers")
+
+from .tiny_policy import LIMIT, copied, dump, rows, save_policy  # noqa: E402
+
+Check = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy") / "model")
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Runs the command; gives its exit code and all that it said, line breaks as spaces."""
+
+    def run(lines: list[dict[str, Any]], *arguments: object) -> tuple[int, str]:
+        file = dump(tmp_path / "rollouts.jsonl", lines)
+        try:
+            code = main(["preflight", str(file), *map(str, arguments)])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        return code, " ".join((told.out + told.err).split())
+
+    return run
+
+
+def test_exit_codes(check: Check) -> None:
+    code, said = check(rows(group=4))
+    assert code == 0
+    assert "step 1: 12 rollouts in 3 groups" in said
+    assert check(rows(group=4), "--fail-on", "info")[0] == 1
+    assert check(rows(completion="<think></think>x"))[0] == 1
+
+
+def test_a_step_that_is_not_there(check: Check) -> None:
+    code, said = check(rows(steps=(1, 2)), "--step", "9")
+    assert (code, "step 9 is not there; found steps 1 to 2" in said) == (2, True)
+    assert "step 2: 6 rollouts" in check(rows(steps=(1, 2)), "--step", "2")[1]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (rows(prompts=1), "at least two prompts are needed"),
+        (rows(completion="x" * LIMIT), "6 context too long"),
+        (rows(completion="<think></think>x"), "6 empty reasoning"),
+        (rows(prompts=1, group=1), "at least two prompts are needed"),
+    ],
+)
+def test_a_policy_that_could_not_score_is_not_called_missing(
+    check: Check, policy: Path, lines: list[dict[str, Any]], message: str
+) -> None:
+    code, said = check(lines, "--model", policy)
+    assert code in (0, 1)
+    assert message in said
+    assert "no policy was given" not in said
+    assert "no policy was given" in check(lines)[1]
+
+
+def test_a_policy_whose_weights_are_nan_is_critical(check: Check, tmp_path: Path) -> None:
+    code, said = check(rows(), "--model", save_policy(tmp_path / "nan", nan=True))
+    assert code == 1
+    assert "gives no finite log-probability to any of the outputs" in said
+
+
+def test_what_cannot_be_checked_is_refused(check: Check, policy: Path, tmp_path: Path) -> None:
+    torn = copied(policy, tmp_path / "torn", tokenizer_json=b"{")
+    cases: tuple[tuple[tuple[object, ...], str], ...] = (
+        (("--model", torn), "no tokenizer can be read in"),
+        (("--model", tmp_path), "holds no config.json"),
+        (("--model", tmp_path / "nowhere"), "no such folder or file"),
+        (("--success-threshold", "nan"), "'nan' is not a number"),
+        (("--map", "x"), "write OURS=THEIRS"),
+    )
+    for arguments, message in cases:
+        code, said = check(rows(), *arguments)
+        assert (code, message in said) == (2, True), said
+
+
+def test_a_wrong_file_costs_no_loading_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text("")
+    assert main(["preflight", str(tmp_path / "a.jsonl"), "--model", "/nowhere/at/all"]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_seeds_and_steps_below_zero(check: Check, policy: Path) -> None:
+    code, said = check(rows(steps=(-3,), prompts=4), "--seed", "-1", "--model", policy)
+    assert code in (0, 1)
+    assert "step -3: 8 rollouts" in said
+
+
+def test_control_characters_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b[31mred\x1b]0;title\x07\u202e\x00\ud800"
+    lines = rows(environment=evil, id=evil)
+    for line in lines:
+        line["prompt"] += evil
+        line["completion"] += evil
+        line["group"] = line["prompt"]
+    main(["preflight", str(dump(tmp_path / "a.jsonl", lines))])
+    told = capsys.readouterr()
+    assert not set(told.out + told.err) & set("\x1b\x07\u202e\x00\ud800")
