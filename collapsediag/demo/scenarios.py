@@ -40,6 +40,6 @@ SCENARIOS = {
             "Every rollout earns the same, so the only gradient is that of the entropy bonus. H(Z|X) rises, the "
             "format breaks, and what is left of the reasoning says nothing of the prompt."
         ),
-        settings=TrainingSettings(reward="constant", entropy_bonus=0.05, steps=60),
+        settings=TrainingSettings(reward="constant", entropy_bonus=0.05, lr=1e-4, steps=60),
     ),
 }
