@@ -10,9 +10,12 @@ from pathlib import Path
 
 from collapsediag.console import ConsoleSink, summary_lines
 from collapsediag.demo import SCENARIOS, DemoTraining
+from collapsediag.findings import judge
+from collapsediag.findings.words import verdict_lines
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import PairSettings
 from collapsediag.record import Provenance
+from collapsediag.run_folder import read_records
 from collapsediag.scoring.hf import HFScorer
 from collapsediag.sinks import JsonlSink
 
@@ -56,3 +59,5 @@ def show(*, out: Path, scenario: str, seed: int, steps: int | None) -> None:
             print(f"  {record.traces[0].context}\n  {record.traces[0].trace}")
     print(f"\nThe last step in numbers (all of them are in {out}):")
     print("\n".join(summary_lines(last, width=width)))
+    print()
+    print("\n".join(verdict_lines(judge(read_records(out)), width=width)))

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collapsediag.scoring.protocol import Scorer
 
 DEFAULT_MAX_TRACES = 64
+# Findings compare a run with its own beginning; fewer steps have no beginning and end.
+STEPS_FOR_A_VERDICT = 3
 DEFAULT_MAX_CONTEXTS = 16
 
 SAMPLE_KEYS = tuple(f"collapse_{namespace}_sample" for namespace in NAMESPACES)
