@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches, finite, require_tokenizer
 from collapsediag.console import printable, summary_lines
 from collapsediag.errors import ScoringError, SettingsError
+from collapsediag.findings import judge
+from collapsediag.findings.words import verdict_lines
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import NAMESPACES, DropReason, PairSettings, ScoringPairs
@@ -171,6 +173,10 @@ def finish(args: argparse.Namespace, new: Sequence[Record], console: Console) ->
     print("\n".join(summary_lines(new[-1], width=width)))
     if not any(name.endswith("/n_traces") for record in new for name in record.values):
         raise ScoringError(_nothing_scored(args, new))
+    records = read_records(args.out)
+    if len(records) >= STEPS_FOR_A_VERDICT:
+        print()
+        print("\n".join(verdict_lines(judge(records), width=width)))
     return 0
 
 
