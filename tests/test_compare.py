@@ -68,6 +68,7 @@ def test_every_summary_against_scipy() -> None:
             assert found.low <= found.rho <= found.high
     assert row(comparison.correlations, Z, "mean").excludes_zero
     assert row(comparison.correlations, "length/mean", "slope").rho < -0.9
+    assert row(comparison.correlations, "length/mean", "slope").excludes_zero
     assert comparison.correlations[0].metric in (Z, "length/mean")
 
 
