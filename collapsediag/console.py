@@ -137,7 +137,8 @@ def _retrieval_style(values: dict[str, float]) -> str | None:
 
 def _line(record: Record, values: dict[str, float]) -> str:
     def cell(name: str, source: dict[str, float], width: int, digits: int = 2) -> str:
-        return f"{source[name]:>{width}.{digits}f}" if name in source else f"{'-':>{width}}"
+        # The sum turns a rounded -0.0 into 0.0.
+        return f"{round(source[name], digits) + 0.0:>{width}.{digits}f}" if name in source else f"{'-':>{width}}"
 
     rollout = dict(record.values)
     return (
@@ -155,7 +156,7 @@ def summary_lines(record: Record, *, width: int = 100) -> list[str]:
     width: of the terminal. A narrow one goes without units, which the metrics page has.
     """
     with_units = width >= WIDTH_WITH_UNITS
-    name_width = max(24, min(44, width - 44 - (12 if with_units else 0)))
+    name_width = max(24, min(44, width - 45 - (12 if with_units else 0)))
     lines = [_row(("metric", "value", "95% interval", "read against", "unit"), name_width, with_units)]
     for namespace, words in NAMESPACES.items():
         prefix = f"collapse_{namespace}_sample/"
@@ -200,5 +201,5 @@ def _row(cells: tuple[str, str, str, str, str], name_width: int, with_units: boo
     name, value, interval, against, unit = cells
     if len(name) > name_width:
         name = name[: name_width - 1] + "…"
-    line = f"{name:<{name_width}} {value:>9} {interval:>17} {against:>14}"
+    line = f"{name:<{name_width}} {value:>9} {interval:>18} {against:>14}"
     return f"{line}  {unit}".rstrip() if with_units else line.rstrip()
