@@ -9,6 +9,7 @@ Legend: P prompts, G samples of each, B = P * G rollouts, T output tokens.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +29,11 @@ class TrainingSettings:
 
     reward: "hard" (a door it hardly ever gets right), "readable" (a door and reasoning it can learn), or "constant".
     format_share: part of the reward that is paid for the format alone.
+    reward_noise: standard deviation of the Gaussian noise added to every reward.
     entropy_bonus: weight of the mean token entropy in the objective.
+    kl: weight of the mean token KL divergence from the warmed-up policy, exact over the vocabulary.
+    lr_ramp: updates over which the learning rate rises to `lr`. Adam's first steps are all of full size, whatever the
+        gradient; without a ramp they can break the format before the reward defends it.
     """
 
     reward: Literal["hard", "readable", "constant"] = "hard"
@@ -36,7 +41,10 @@ class TrainingSettings:
     n_prompts: int = 16
     group_size: int = 16
     lr: float = 1e-3
+    lr_ramp: int = 1
     entropy_bonus: float = 0.0
+    kl: float = 0.0
+    reward_noise: float = 0.0
     format_share: float = 0.1
     warm_up_steps: int = 400
     seed: int = 0
@@ -53,6 +61,8 @@ class DemoTraining:
         self._rng = np.random.default_rng([settings.seed, 2])
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._optimizer = torch.optim.AdamW(self.policy.parameters(), lr=settings.lr, weight_decay=0.0)
+        self._reference = copy.deepcopy(self.policy).requires_grad_(False) if settings.kl else None
+        self._updates = 0
 
     def steps(self) -> Iterator[tuple[int, RolloutBatch]]:
         """(step, its rollouts), each before the update made from them; the last one is followed by no update."""
@@ -73,22 +83,30 @@ class DemoTraining:
         chosen_BT = logp_BTV.gather(-1, output_BT[..., None])[..., 0]
         entropy_BT = -(logp_BTV.exp() * logp_BTV).sum(-1)
         objective_BT = advantage_B[:, None] * chosen_BT + self.settings.entropy_bonus * entropy_BT
+        if self._reference is not None:
+            reference_BTV = output_logits(self._reference, torch.cat([prompt_BL, output_BT], dim=1)).log_softmax(-1)
+            objective_BT = objective_BT - self.settings.kl * (logp_BTV.exp() * (logp_BTV - reference_BTV)).sum(-1)
         loss = -(objective_BT * mask_BT).sum() / mask_BT.sum()
         self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self._updates += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.settings.lr * min(1.0, self._updates / max(1, self.settings.lr_ramp))
         self._optimizer.step()
 
     def _rewards(self, prompts: list[task.Prompt], output_BT: Tensor) -> list[tuple[float, bool]]:
         """(reward, solved) of each output."""
         rewards = []
+        # Seeded by the update, so that the batch shows the very rewards that the update follows.
+        noise_B = np.random.default_rng([self.settings.seed, 3, self._updates]).standard_normal(len(output_BT))
         for row, output in enumerate(_unpadded(output_BT)):
             parsed, prompt = task.parse(output), prompts[row // self.settings.group_size]
             solves = task.solves_readable if self.settings.reward == "readable" else task.solves_hard
             solved = solves(parsed, prompt)
             share = self.settings.format_share
-            reward = (1 - share) * solved + share * parsed.valid
-            rewards.append((1.0 if self.settings.reward == "constant" else float(reward), solved))
+            reward = 1.0 if self.settings.reward == "constant" else (1 - share) * solved + share * parsed.valid
+            rewards.append((float(reward + self.settings.reward_noise * noise_B[row]), solved))
         return rewards
 
     def _batch(self, step: int, prompts: list[task.Prompt], prompt_BL: Tensor, output_BT: Tensor) -> RolloutBatch:
