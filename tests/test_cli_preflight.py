@@ -47,7 +47,8 @@ def test_exit_codes(check: Check) -> None:
     assert code == 0
     assert "step 1: 12 rollouts in 3 groups" in said
     assert check(rows(group=4), "--fail-on", "info")[0] == 1
-    assert check(rows(completion="<think></think>x"))[0] == 1
+    one_for_all = rows(group=4, completion="the same every time")
+    assert [check(one_for_all, "--fail-on", level)[0] for level in ("warning", "critical")] == [1, 0]
 
 
 def test_a_step_that_is_not_there(check: Check) -> None:

@@ -338,9 +338,9 @@ KILLED = """
 
     def append(self, record):
         if record.step == 3:
-            # As far as a kill in the middle of a write gets: the matrix, and half of the line.
+            # As far as a kill in the middle of a write gets: half a matrix, and half of the line.
             line = run_folder._json_line(record.to_json())
-            record.matrices["first_turn"].save(self.path / "matrices" / run_folder.matrix_name(3, "first_turn"))
+            (self.path / "matrices" / (run_folder.matrix_name(3, "first_turn") + ".tmp")).write_bytes(b"PK half")
             self._stream.write(line[: len(line) // 2])
             self._stream.flush()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -355,8 +355,8 @@ KILLED = """
 def test_a_killed_run_goes_on_as_if_it_had_never_stopped(
     score: Callable[..., tuple[int, str]], policy: Path, tmp_path: Path
 ) -> None:
-    # The last step has no tags: what a trace is must be remembered, not decided anew.
-    lines = [*rows(steps=range(1, 5)), *rows(steps=(5,), completion="no tags here")]
+    # The step that is redone has no tags: what a trace is must be remembered, not decided anew.
+    lines = [*rows(steps=(1, 2)), *rows(steps=(3,), completion="no tags here"), *rows(steps=(4, 5))]
     file = dump(tmp_path / "steps.jsonl", lines)
     assert score(file, out=tmp_path / "whole")[0] == 0
     command = ["score", str(file), "--model", str(policy), "--out", str(tmp_path / "run")]
@@ -372,13 +372,13 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(
     code, said = score(file, "--resume")
     assert code == 0
     assert said.count("already recorded, not redone") == 2
-    assert said.count(" pairs: ") == 2  # of steps 3 and 4: 5 has nothing to score
+    assert said.count(" pairs: ") == 2  # of steps 4 and 5: 3 has nothing to score
     assert [record.step for record in iter_records(tmp_path / "run")] == [1, 2, 3, 4, 5]
     for whole, resumed in zip(read_records(tmp_path / "whole"), read_records(tmp_path / "run"), strict=True):
         assert without_clock(resumed.values) == without_clock(whole.values)
         assert resumed.not_measured == whole.not_measured
     assert KEY + "gap_std_ema" in read_records(tmp_path / "run")[3].values
-    assert "collapse_first_turn_sample" in read_records(tmp_path / "run")[4].not_measured
+    assert "collapse_first_turn_sample" in read_records(tmp_path / "run")[2].not_measured
 
 
 def test_a_terminal_without_a_character_ends_no_run(
