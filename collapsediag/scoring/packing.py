@@ -154,29 +154,39 @@ class _Builder:
         self.trace: list[IntArray] = []
         self.time: list[IntArray] = []
 
-    def _shared(self, inputs: IntArray) -> int:
-        return self.depth if self.last is None else max(self.depth, common_length(self.last, inputs))
-
-    def add(self, number: int, trace: IntArray, stop: int | None = None) -> None:
-        """Add the nodes of `trace` from this builder's depth up to input position `stop`, and its entries."""
-        inputs = trace[: trace.size - 1 if stop is None else stop]
-        shared = self._shared(inputs)
+    def add(self, number: int, trace: IntArray) -> None:
+        """Add the nodes of `trace` from this builder's depth to its end, and its entries."""
+        inputs = trace[:-1]
+        shared = self.depth if self.last is None else max(self.depth, common_length(self.last, inputs))
         first = len(self.token)
         self.path = self.path[: shared - self.depth] + list(range(first, first + inputs.size - shared))
         self.token += inputs[shared:].tolist()
         self.node_depth += range(shared, inputs.size)
         self.last = inputs
-        time = np.arange(self.depth + 1, inputs.size + 1)
-        self.node.append(np.array(self.path, dtype=np.int64))
-        self.target.append(trace[time])
-        self.trace.append(np.full(time.size, number))
-        self.time.append(time)
+        self._add_entries(np.array([number]), trace[None, self.depth + 1 :], np.array(self.path, dtype=np.int64))
+
+    def add_shared(self, numbers: IntArray, traces: Sequence[IntArray], stop: int) -> None:
+        """Add the stretch up to `stop` that all these traces share, and their entries."""
+        first = traces[numbers[0]]
+        self.token, self.node_depth = first[self.depth : stop].tolist(), list(range(self.depth, stop))
+        target = np.repeat(first[None, self.depth + 1 : stop + 1], numbers.size, axis=0)
+        target[:, -1] = [traces[number][stop] for number in numbers]  # where they may part
+        self._add_entries(numbers, target, np.arange(stop - self.depth))
+
+    def _add_entries(self, numbers: IntArray, target: IntArray, path: IntArray) -> None:
+        """Entries of traces `numbers`, whose tokens after this builder's depth are the rows of `target`."""
+        count, times = target.shape
+        self.node.append(np.tile(path, count))
+        self.target.append(target.reshape(-1))
+        self.trace.append(np.repeat(numbers, times))
+        self.time.append(np.tile(np.arange(self.depth + 1, self.depth + 1 + times), count))
 
     def step(self, *, keep: bool) -> Step:
         node, target = np.concatenate(self.node), np.concatenate(self.target)
         # One pair per distinct (node, next token): traces that share both read the same number.
-        pairs, entry_pair = np.unique(np.stack([node, target]), axis=1, return_inverse=True)
-        rows, pair_row = np.unique(pairs[0], return_inverse=True)
+        width = int(target.max()) + 1
+        pairs, entry_pair = np.unique(node * width + target, return_inverse=True)
+        rows, pair_row = np.unique(pairs // width, return_inverse=True)
         return Step(
             token_T=np.array(self.token, dtype=np.int64),
             depth_T=np.array(self.node_depth, dtype=np.int64),
@@ -185,7 +195,7 @@ class _Builder:
             keep=keep,
             row_R=rows,
             pair_row_M=pair_row.reshape(-1),
-            pair_target_M=pairs[1],
+            pair_target_M=pairs % width,
             entry_pair_K=entry_pair.reshape(-1),
             entry_trace_K=np.concatenate(self.trace),
             entry_time_K=np.concatenate(self.time),
@@ -278,9 +288,12 @@ def build_steps(traces: Sequence[IntArray], slots: Sequence[Slot]) -> list[Step]
     for slot in slots:
         builder = _Builder(slot.parent, slot.depth)
         for low, high in slot.ranges:
+            if slot.stop is not None:
+                builder.add_shared(np.arange(low, high), traces, slot.stop)
+                continue
             for number in range(low, high):
                 if traces[number].size - 1 > slot.depth:
-                    builder.add(number, traces[number], slot.stop)
+                    builder.add(number, traces[number])
         steps.append(builder.step(keep=slot.stop is not None))
     return steps
 

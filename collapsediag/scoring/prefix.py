@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from collapsediag.scoring.access import ModelAccess
-from collapsediag.scoring.cache import KeysValues, Prefix, grown_of, prefix_cache, stack
+from collapsediag.scoring.attention import Attention, Own
+from collapsediag.scoring.cache import KeysValues, Prefix, new_keys_values, stack
 from collapsediag.scoring.contexts import ContextBatch
 from collapsediag.scoring.head import HeadJob, HeadResult, HeadTap, UnsupportedModelError
-from collapsediag.scoring.masks import KNOWN_KINDS, AttentionKinds, step_masks, tree_mask
+from collapsediag.scoring.masks import KNOWN_KINDS
 from collapsediag.scoring.packing import Step, last_uses
 from collapsediag.scoring.plan import Group
 
@@ -30,7 +31,7 @@ BoolArray = NDArray[np.bool_]
 NO_PAIRS = HeadJob(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
-def unsupported_reason(access: ModelAccess, longest: int) -> str | None:
+def unsupported_reason(access: ModelAccess) -> str | None:
     """Why this model cannot take the fast path, as far as can be told without running it; None if it may."""
     if access.config is None:
         return "it is not a transformers model"
@@ -45,9 +46,14 @@ def unsupported_reason(access: ModelAccess, longest: int) -> str | None:
         return "its attention biases (ALiBi) take no tree mask"
     if getattr(access.inner, "_is_stateful", False):
         return "it keeps a recurrent state"
-    rope_limit = access.length_dependent_rope
-    if rope_limit is not None and longest > rope_limit:
-        return f"its rotary frequencies change beyond {rope_limit} tokens and the longest pair has {longest}"
+    return None
+
+
+def length_reason(access: ModelAccess, longest: int) -> str | None:
+    """Why pairs of up to `longest` tokens cannot take the fast path on this model; None if they may."""
+    limit = access.length_dependent_rope
+    if limit is not None and longest > limit:
+        return f"its rotary frequencies change beyond {limit} tokens and the longest pair has {longest}"
     return None
 
 
@@ -71,9 +77,17 @@ class PrefixEngine:
     max_tokens: tokens of one forward pass.
     """
 
-    def __init__(self, access: ModelAccess, tap: HeadTap, *, max_tokens: int, on_tokens: Callable[[int], None]):
-        self.access, self.tap, self.max_tokens, self.on_tokens = access, tap, max_tokens, on_tokens
-        self.kinds = AttentionKinds.of(access)
+    def __init__(
+        self,
+        access: ModelAccess,
+        tap: HeadTap,
+        attention: Attention,
+        *,
+        max_tokens: int,
+        on_tokens: Callable[[int], None],
+    ):
+        self.access, self.tap, self.attention = access, tap, attention
+        self.max_tokens, self.on_tokens = max_tokens, on_tokens
         self.cache_name = "cache" if "cache" in access.parameters else "past_key_values"
         self.device = access.device
         self.checked = False
@@ -103,7 +117,7 @@ class PrefixEngine:
             return
         base = group.bases[number]
         self._ensure_base(group, base.parent, kept)
-        kept[number], _ = self._chain(kept[base.parent], base.tokens[None, :], NO_PAIRS)
+        kept[number] = self._chain(kept[base.parent], base.tokens[None, :], NO_PAIRS)[0]
 
     def _prefill(
         self,
@@ -114,7 +128,8 @@ class PrefixEngine:
         entropy_GC: BoolArray | None,
     ) -> tuple[Prefix, HeadResult]:
         """Keys and values of the batch's contexts, and the log-probs of the traces' first tokens."""
-        parts, results = [], []
+        parts: list[tuple[Prefix, KeysValues, torch.Tensor]] = []
+        results: list[HeadResult] = []
         for rows in batch.prefills:
             base = bases[batch.bases[rows[0]]]
             chosen = [batch.contexts[row] for row in rows]
@@ -125,9 +140,8 @@ class PrefixEngine:
                 ids[row, : size_B[row]] = contexts[c][start:]
             wanted = None if entropy_GC is None else np.asarray(entropy_GC[:, chosen].any(axis=0))[:, None]
             job = HeadJob(size_B[:, None] - 1, np.zeros(group.first_F.size, dtype=np.int64), group.first_F, wanted)
-            part, result = self._chain(base, ids, job)
-            length = torch.from_numpy(size_B).to(self.device) + start
-            parts.append(Prefix(part.keys_values, length, None, part.position_BK))
+            whole, result = self._chain(base, ids, job)
+            parts.append((base, _after(base, whole), torch.from_numpy(size_B).to(self.device)))
             results.append(result)
         entropy = None if entropy_GC is None else torch.cat([r.entropy_BR for r in results if r.entropy_BR is not None])
         return stack(parts), HeadResult(torch.cat([r.logp_BM for r in results]), entropy)
@@ -142,15 +156,13 @@ class PrefixEngine:
             piece = torch.from_numpy(np.ascontiguousarray(ids_BT[:, start:stop])).to(self.device)
             position = prefix.length_B[:, None] + torch.arange(stop - start, device=self.device)
             position = position.expand(ids_BT.shape[0], -1)
-            own = None
-            if prefix.keys_values is not None:
-                own = torch.ones(stop - start, stop - start, dtype=torch.bool, device=self.device).tril_()
             piece_job = NO_PAIRS
             if stop == tokens:
                 piece_job = HeadJob(job.row_BR - start, job.pair_row_M, job.pair_target_M, job.entropy_BR)
-            result, grown = self._forward(piece, position, own, prefix, piece_job, keep=True)
-            assert grown is not None
-            prefix = prefix.continued(grown, position)
+            own = Own.chain(stop - start, self.device)
+            result, new = self._forward(piece, position, own, prefix, piece_job, keep=True)
+            assert new is not None
+            prefix = prefix.continued(new, position)
         assert result is not None
         return prefix, result
 
@@ -162,13 +174,13 @@ class PrefixEngine:
         for number, step in enumerate(group.steps):
             position = prefix.length_B[:, None] + torch.from_numpy(step.depth_T).to(self.device)
             ids = torch.from_numpy(step.token_T).to(self.device)[None, :].expand(len(batch.contexts), -1)
-            own = tree_mask(step.end_T).to(self.device)
+            own = Own(step.end_T, self.device)
             wanted = None if entropy_GC is None else _entropy_rows(step, entropy_GC[:, list(batch.contexts)])
             job = HeadJob(step.row_R, step.pair_row_M, step.pair_target_M, wanted)
             parent = kept[step.parent]
-            result, grown = self._forward(ids, position, own, parent, job, keep=step.keep)
-            if grown is not None:
-                kept[number] = parent.continued(grown, position)
+            result, new = self._forward(ids, position, own, parent, job, keep=step.keep)
+            if new is not None:
+                kept[number] = parent.continued(new, position)
             if uses[step.parent] == number and step.parent >= 0:
                 del kept[step.parent]
             yield result
@@ -177,35 +189,41 @@ class PrefixEngine:
         self,
         ids_BT: torch.Tensor,
         position_BT: torch.Tensor,
-        own_TT: torch.Tensor | None,
+        own: Own,
         prefix: Prefix,
         job: HeadJob,
         *,
         keep: bool,
     ) -> tuple[HeadResult, KeysValues | None]:
-        """One forward pass; `own_TT` None: plain causal attention with nothing before it."""
-        mask = None
-        if own_TT is not None:
-            dtype = self.access.dtype if prefix.keys_values is None else prefix.keys_values[0][0].dtype
-            mask = step_masks(self.kinds, own_TT, position_BT, prefix.valid_BK, prefix.position_BK, dtype)
-        cache = prefix_cache(prefix.keys_values, keep=keep)
+        """One forward pass, and the keys and values that it added where they are to be kept."""
+        cache = prefix.cache(keep=keep, join=self.attention.join)
         self.tap.job = job
-        output = self.access.call(
-            input_ids=ids_BT,
-            position_ids=position_BT,
-            attention_mask=mask,
-            use_cache=True,
-            **{self.cache_name: cache},
-        )
+        with self.attention.applied(prefix, own, position_BT) as mask:
+            output = self.access.call(
+                input_ids=ids_BT,
+                position_ids=position_BT,
+                attention_mask=mask,
+                use_cache=True,
+                **{self.cache_name: cache},
+            )
         result = self.tap.take(getattr(output, "logits", None), check=not self.checked)
         self.checked = True
         self.on_tokens(ids_BT.numel())
-        grown = None
-        if keep:
-            grown = grown_of(cache, prefix.n_keys + ids_BT.shape[1])
-            if grown is None:
-                raise UnsupportedModelError("its cache does not hold keys and values of all tokens")
-        return result, grown
+        new = new_keys_values(cache, ids_BT.shape[1]) if keep else None
+        if keep and new is None:
+            raise UnsupportedModelError("its cache does not hold keys and values of all tokens")
+        return result, new
+
+
+def _after(base: Prefix, whole: Prefix) -> KeysValues:
+    """Keys and values that `whole` has beyond `base`, in one piece."""
+    pieces = [segment.keys_values for segment in whole.segments[len(base.segments) :]]
+    if len(pieces) == 1:
+        return pieces[0]
+    return [
+        (torch.cat([k for k, _ in layer], dim=-2), torch.cat([v for _, v in layer], dim=-2))
+        for layer in zip(*pieces, strict=True)
+    ]
 
 
 def _line(group: Group, base: int) -> Iterator[int]:
