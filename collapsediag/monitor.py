@@ -395,9 +395,7 @@ class Monitor:
             if not self._bank.is_full(namespace):
                 self._pairs(batch, namespace, _Draft())
 
-    def _check_own(
-        self, batch: RolloutBatch, pairs: ScoringPairs, matrix: LogLikelihoodMatrix, draft: _Draft
-    ) -> None:
+    def _check_own(self, batch: RolloutBatch, pairs: ScoringPairs, matrix: LogLikelihoodMatrix, draft: _Draft) -> None:
         if batch.temperature not in (1.0, getattr(self.scorer, "temperature", 1.0)):
             return
         given_N = trainer_own_logp(pairs, dataclasses.replace(batch, temperature=1.0))

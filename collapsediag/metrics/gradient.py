@@ -1,4 +1,6 @@
-"""Prompts by how much their rewards vary, and the numbers of the gradient probe. What needs torch is in `collapsediag.probe`.
+"""Prompts by how much their rewards vary, and the numbers of the gradient probe.
+
+What needs torch is in `collapsediag.probe`.
 
 A prompt whose rewards are all equal gives no task gradient, but the KL and entropy terms push on it as on every other.
 Where prompts of low variance fill the batch, the regularisers steer.
