@@ -20,8 +20,7 @@ def pass_at_k(n_P: ArrayLike, c_P: ArrayLike, k: int) -> FloatArray:
     """[P] unbiased estimate of pass@k from n samples with c solved: `1 - C(n-c, k) / C(n, k)`.
 
     The ratio is the product of the k factors `(n-c-j) / (n-j)`, j = 0 ... k-1: nothing overflows, and the relative
-    error
-    stays near k rounding errors at any n. With fewer than k unsolved samples one factor is 0.
+    error stays near k rounding errors at any n. With fewer than k unsolved samples one factor is 0.
 
     n_P, c_P: [P] integers, 0 <= c <= n. k: 1 to the smallest n. Low is bad.
     Raises MetricError for k outside that range or counts that contradict themselves.
