@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 # process never pays for a room it does not enter.
 _WHERE = {
     "BudgetScorer": "collapsediag.scoring.budget",
-    "Cadence": "collapsediag.monitor",
+    "Cadence": "collapsediag.cadence",
     "CallableFormat": "collapsediag.metrics.format",
     "CallableSink": "collapsediag.callable_sink",
     "CollapsediagError": "collapsediag.errors",
@@ -83,6 +83,7 @@ _WHERE = {
 __all__ = sorted([*_WHERE, "__version__"])
 
 if TYPE_CHECKING:
+    from collapsediag.cadence import Cadence as Cadence
     from collapsediag.callable_sink import CallableSink as CallableSink
     from collapsediag.console import ConsoleSink as ConsoleSink
     from collapsediag.errors import CollapsediagError as CollapsediagError
@@ -118,7 +119,6 @@ if TYPE_CHECKING:
     from collapsediag.metrics.snr_filter import SnrFilterPreview as SnrFilterPreview
     from collapsediag.metrics.snr_filter import snr_filter_preview as snr_filter_preview
     from collapsediag.metrics.tools import tool_metrics as tool_metrics
-    from collapsediag.monitor import Cadence as Cadence
     from collapsediag.monitor import Monitor as Monitor
     from collapsediag.pairs import DropReason as DropReason
     from collapsediag.pairs import PairSettings as PairSettings

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from collapsediag.cadence import Cadence
 from collapsediag.context_bank import ContextBank
 from collapsediag.errors import CollapsediagError, MetricError, ScoringError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.metrics.from_matrix import matrix_metrics
 from collapsediag.metrics.from_rollouts import rollout_report
-from collapsediag.metrics.registry import MetricInfo, register
 from collapsediag.pairs import (
     NAMESPACES,
     DropReason,
@@ -35,6 +36,7 @@ from collapsediag.pairs import (
     resolve_reasoning,
 )
 from collapsediag.record import Record, TraceSample
+from collapsediag.resumption import REASONING_NOTE, averages_of, reasoning_of
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.budget import trainer_own_logp
 from collapsediag.sink_names import resolve_sinks
@@ -51,80 +53,9 @@ logger = logging.getLogger("collapsediag")
 # After this many failures in a row the policy is not scored any more; the cheap rollout metrics go on.
 MAX_FAILURES_IN_A_ROW = 3
 STATE_VERSION = 1
-REASONING_NOTE = "reasoning="
+UNDEFINED = "not defined on this matrix: no spread between traces to measure against, or too few groups for an interval"
 # Left out because not needed, which is no defect of the data.
 CHOSEN_AWAY = (DropReason.SUBSAMPLED, DropReason.NOT_DRAWN)
-
-register(
-    MetricInfo(
-        name="failures",
-        title="Diagnostic failures so far",
-        unit="count",
-        bad="up",
-        bounds=(0, None),
-        description="How many steps' diagnostics raised since the run began; training went on.",
-        source="collapsediag",
-        family="bookkeeping",
-    ),
-    MetricInfo(
-        name="collapse/own_logp_difference",
-        title="Distance from the trainer's own log-probabilities",
-        unit="nats/token",
-        bad="up",
-        bounds=(0, None),
-        description=(
-            "Largest difference per token between a trace's score under its own context and the log-probabilities "
-            "that the trainer or its inference engine gave for the same tokens. About 1e-6 in float32; more is low "
-            "precision, another engine, or dropout that was on when the trainer computed them."
-        ),
-        source="collapsediag",
-        family="bookkeeping",
-        needs="per-token log-probabilities in the batch",
-    ),
-    *(
-        MetricInfo(
-            name=f"timing_s/collapse_{part}",
-            title=f"Seconds spent on {title}",
-            unit="seconds",
-            bad="up",
-            bounds=(0, None),
-            description=f"Wall time of {title} in this step.",
-            source="collapsediag",
-            family="bookkeeping",
-        )
-        for part, title in (("score", "scoring"), ("rollout_metrics", "rollout metrics"), ("step", "all diagnostics"))
-    ),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cadence:
-    """When the policy is scored: at the first step seen, and at every step divisible by `every`.
-
-    A function of the step number alone, so that a resumed run scores the same steps as one that never stopped.
-
-    >>> [step for step in range(12) if Cadence(every=5).is_due(step)]
-    [0, 5, 10]
-    """
-
-    every: int = 10
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise SettingsError(f"every={self.every}: the cadence is a number of steps, 1 or more.")
-
-    def is_due(self, step: int, last_step: int | None = None) -> bool:
-        """Whether `step` is a scored step.
-
-        last_step: the step observed before this one. Trainers that generate for several steps at once are not seen at
-        every step; a due step in between is then made up for at the next that is seen.
-
-        >>> Cadence(every=5).is_due(8, last_step=4), Cadence(every=5).is_due(8, last_step=6)
-        (True, False)
-        """
-        if last_step is None or last_step >= step:
-            return step % self.every == 0
-        return step // self.every > last_step // self.every
 
 
 @dataclass
@@ -301,9 +232,9 @@ class Monitor:
         """
         for record in records:
             if self._reasoning == "auto":
-                self._reasoning = _reasoning_of(record.notes)
+                self._reasoning = reasoning_of(record.notes)
             for namespace in NAMESPACES:
-                averages = _averages_of(record.values, f"collapse_{namespace}_sample/")
+                averages = averages_of(record.values, f"collapse_{namespace}_sample/")
                 if averages is not None:
                     self._ema[namespace] = averages
             self._last_step = record.step
@@ -361,7 +292,11 @@ class Monitor:
         except MetricError as error:
             draft.not_measured[key] = str(error)
             return
-        draft.values.update({f"{key}/{name}": value for name, value in values.items()})
+        for name, value in values.items():
+            if math.isfinite(value):
+                draft.values[f"{key}/{name}"] = value
+            else:
+                draft.not_measured[f"{key}/{name}"] = UNDEFINED
         draft.matrices[namespace] = matrix
         draft.traces.extend(sample_traces(batch, pairs, matrix, self.tokenizer, self.traces_kept, self.seed))
 
@@ -459,28 +394,3 @@ class Monitor:
             reason=reason,
             time=time.time(),
         )
-
-
-def _reasoning_of(notes: Iterable[str]) -> Literal["auto", "think", "completion"]:
-    """What a trace was decided to be, by the notes of a record; "auto" where nothing was decided in it."""
-    for note in notes:
-        if note.startswith(f"{REASONING_NOTE}think:"):
-            return "think"
-        if note.startswith(f"{REASONING_NOTE}completion:"):
-            return "completion"
-    return "auto"
-
-
-def _averages_of(values: Mapping[str, float], prefix: str) -> EmaStd | None:
-    """The moving averages as they stood after a recorded step, None where it was not scored."""
-    averages = {
-        f"{kind}_std{seq}": values[f"{prefix}{kind}_std_ema{seq}"]
-        for kind in ("gap", "marginal")
-        for seq in ("", "_seq")
-        if f"{prefix}{kind}_std_ema{seq}" in values
-    }
-    if not averages:
-        return None
-    ema = EmaStd()
-    ema.load_state_dict({"decay": ema.decay, "values": averages})
-    return ema

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from collapsediag.cadence import Cadence
 from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
-from collapsediag.monitor import Cadence, Monitor
+from collapsediag.monitor import Monitor
 from collapsediag.pairs import PairSettings, ScoringPairs
 from collapsediag.record import Record
 from collapsediag.rollouts import Rollout, RolloutBatch, Turn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collapsediag.metrics import bookkeeping as bookkeeping
 from collapsediag.metrics import diversity as diversity
 from collapsediag.metrics import entropy as entropy
 from collapsediag.metrics import entropy_batch as entropy_batch
