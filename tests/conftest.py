@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+# A script that a test starts in processes of its own; doctest collection would run it here.
+collect_ignore = ["trl_two_processes.py"]
+
 DATA = Path(__file__).parent / "data"
 
 # In continuous integration nothing may be skipped for want of a package: a skipped test looks like a passed one.
