@@ -75,6 +75,9 @@ def load(name: str | None) -> tuple[Any, Any]:
     else:
         source, options = name, {}
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+    # GGUF weights are unpacked on loading, but the model goes on calling itself quantized, and trainers refuse it.
+    model.is_quantized, model.hf_quantizer = False, None
+    model.config.__dict__.pop("quantization_config", None)
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model, tokenizer
