@@ -14,6 +14,8 @@ NAMESPACES = {"first_turn": "first turn", "trajectory": "one turn per trajectory
 BAR_CELLS = 20
 WIDTH_WITH_UNITS = 100
 
+Cells = tuple[str, str, str, str, str]  # of a row: metric, value, interval, what to read it against, unit
+
 # What a metric is read against: its chance level or its bound, by the name it has in the same namespace.
 REFERENCES = {
     "retrieval_accuracy": ("chance", "retrieval_chance_level"),
@@ -155,17 +157,19 @@ def summary_lines(record: Record, *, width: int = 100) -> list[str]:
 
     width: of the terminal. A narrow one goes without units, which the metrics page has.
     """
-    with_units = width >= WIDTH_WITH_UNITS
-    name_width = max(24, min(44, width - 45 - (12 if with_units else 0)))
-    lines = [_row(("metric", "value", "95% interval", "read against", "unit"), name_width, with_units)]
+    rows: list[str | Cells] = [("metric", "value", "95% interval", "read against", "unit")]
     for namespace, words in NAMESPACES.items():
         prefix = f"collapse_{namespace}_sample/"
-        heading = f"reasoning, {words}{_count(record, prefix)}"
-        lines += _section(record, prefix, MATRIX_HEADLINES, heading, name_width, with_units)
+        rows += _section(record, prefix, MATRIX_HEADLINES, f"reasoning, {words}{_count(record, prefix)}")
     n, g = (record.values.get(name) for name in ("n_rollouts", "n_groups"))
     counts = f": {n:.0f} rollouts in {g:.0f} groups" if n is not None and g is not None else ""
-    lines += _section(record, "", ROLLOUT_HEADLINES, f"all rollouts of the step{counts}", name_width, with_units)
-    return lines
+    rows += _section(record, "", ROLLOUT_HEADLINES, f"all rollouts of the step{counts}")
+    with_units = width >= WIDTH_WITH_UNITS
+    value_width = max([9, *(len(row[1]) for row in rows if not isinstance(row, str))])
+    interval_width = max([18, *(len(row[2]) for row in rows if not isinstance(row, str))])
+    name_width = max(24, min(44, width - 18 - value_width - interval_width - (12 if with_units else 0)))
+    widths = (name_width, value_width, interval_width)
+    return [row if isinstance(row, str) else _row(row, widths, with_units) for row in rows]
 
 
 def _count(record: Record, prefix: str) -> str:
@@ -173,13 +177,11 @@ def _count(record: Record, prefix: str) -> str:
     return f": {n:.0f} traces under {p:.0f} prompts" if n is not None and p is not None else ""
 
 
-def _section(
-    record: Record, prefix: str, names: tuple[str, ...], heading: str, name_width: int, with_units: bool
-) -> list[str]:
+def _section(record: Record, prefix: str, names: tuple[str, ...], heading: str) -> list[str | Cells]:
     present = [name for name in names if prefix + name in record.values]
     if not present:
         return []
-    lines = ["", heading]
+    rows: list[str | Cells] = ["", heading]
     for name in present:
         key = prefix + name
         info = find(key)
@@ -193,13 +195,14 @@ def _section(
             f"{kind} {number(against, 3)}" if against is not None else "",
             info.unit if info else "",
         )
-        lines.append(_row(cells, name_width, with_units))
-    return lines
+        rows.append(cells)
+    return rows
 
 
-def _row(cells: tuple[str, str, str, str, str], name_width: int, with_units: bool) -> str:
+def _row(cells: Cells, widths: tuple[int, int, int], with_units: bool) -> str:
     name, value, interval, against, unit = cells
+    name_width, value_width, interval_width = widths
     if len(name) > name_width:
         name = name[: name_width - 1] + "…"
-    line = f"{name:<{name_width}} {value:>9} {interval:>18} {against:>14}"
+    line = f"{name:<{name_width}} {value:>{value_width}} {interval:>{interval_width}} {against:>14}"
     return f"{line}  {unit}".rstrip() if with_units else line.rstrip()

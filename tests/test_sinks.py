@@ -119,6 +119,19 @@ def test_the_summary_fits_a_narrow_terminal() -> None:
     assert "all rollouts of the step: 8 rollouts in 2 groups" in lines
 
 
+@pytest.mark.parametrize("width", [100, 120])
+def test_the_columns_of_the_summary_stay_in_line_where_an_interval_is_long(width: int) -> None:
+    prefix = "collapse_first_turn_sample/mi_estimate"
+    record = scored_record(
+        n_rollouts=8.0, **{prefix: -5.4931e-05, f"{prefix}/ci_low": -0.0001972, f"{prefix}/ci_high": 0.0002093}
+    )
+    header, *rows = [line for line in summary_lines(record, width=width) if line.startswith(("metric", "  "))]
+    for row in rows:
+        if "]" in row:
+            assert row.index("]") == header.index("95% interval") + len("95% interval") - 1
+        assert row.rpartition("  ")[0].rstrip() == row[: header.index("unit")].rstrip()
+
+
 @pytest.mark.parametrize(("accuracy", "chance", "bar"), [(1.0, 0.25, "█│██"), (0.0, 0.0, "│···"), (0.5, 1.0, "██·│")])
 def test_bar(accuracy: float, chance: float, bar: str) -> None:
     assert retrieval_bar(accuracy, chance, cells=4) == bar
