@@ -354,7 +354,10 @@ class Monitor:
             self._reported_drops |= new
             listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in left_out.items())
             total = pairs.n_traces + sum(pairs.dropped.values())
-            logger.warning("step %d: scored %d of %d traces; left out %s", step, pairs.n_traces, total, listed)
+            logger.warning(
+                "step %d: %d of %d traces cannot be scored (%s); %d were. Said once, every record counts them.",
+                *(step, sum(left_out.values()), total, listed, pairs.n_traces),
+            )
 
     # -- results -----------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import random
@@ -193,6 +194,19 @@ def test_a_failed_step_does_not_move_the_average() -> None:
     before = m.state_dict()["ema"]
     m.observe(0, batch(0, turns=2))
     assert m.state_dict()["ema"] == before == {}
+
+
+def test_a_trace_that_cannot_be_scored_is_said_once_and_counted_always(caplog: pytest.LogCaptureFixture) -> None:
+    m, keep = monitor(PlantedScorer(), pairs=PairSettings(max_traces=4, max_trace_tokens=8))
+    for step in range(2):
+        first, *others = batch(step).rollouts
+        turn = dataclasses.replace(first.turns[0], output_ids=list(range(20, 29)))
+        with caplog.at_level(logging.WARNING, logger="collapsediag"):
+            m.observe(step, RolloutBatch(step=step, rollouts=(dataclasses.replace(first, turns=(turn,)), *others)))
+    assert [record.dropped["first_turn/trace_too_long"] for record in keep.records] == [1, 1]
+    assert caplog.messages == [
+        "step 0: 1 of 12 traces cannot be scored (1 trace too long); 4 were. Said once, every record counts them."
+    ]
 
 
 @pytest.mark.faults
