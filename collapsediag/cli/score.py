@@ -173,6 +173,7 @@ def finish(args: argparse.Namespace, new: Sequence[Record], console: Console) ->
     print("\n".join(summary_lines(new[-1], width=width)))
     if not any(name.endswith("/n_traces") for record in new for name in record.values):
         raise ScoringError(_nothing_scored(args, new))
+    print(f"\nEvery number is in {printable(args.out)}/{METRICS_FILE}, traces and matrices beside it.")
     records = read_records(args.out)
     if len(records) >= STEPS_FOR_A_VERDICT:
         print()
