@@ -47,7 +47,7 @@ def output_format(facts: Facts) -> Check:
             value=share,
             reading=f"no format was declared, and {percent(share)} of the outputs have the default one (<think> and "
             "<answer> tags), so it is not theirs.",
-            action="Declare the format that your reward expects, to have it checked.",
+            action="Declare the format that your reward expects (`format=`, from Python), to have it checked.",
         )
     if share >= VALID_OK:
         return Check(name=name, status="ok", value=share, reading=f"{percent(share)} of the outputs are in the format.")
