@@ -312,29 +312,44 @@ class HFScorer:
                     ) from error
             self._halve(access, results, message)
 
-    def _self_check(self, access: ModelAccess, results: Results, call: int) -> tuple[float, str | None]:
-        """Largest difference from the plain path, nats per token, and what is wrong where it is too large."""
+    def _self_check(self, access: ModelAccess, results: Results, call: int) -> tuple[float | None, str | None]:
+        """Largest difference from the plain path, nats per token, and what is wrong where it is too large.
+
+        A pair that does not fit in full (the fast path ran it in pieces) is left out; None where none fits.
+        """
         unique = results.unique
         cells = [(int(u), int(c)) for u, c in np.argwhere(unique.wanted_UC)]
-        longest = max(cells, key=lambda cell: unique.traces[cell[0]].size + unique.contexts[cell[1]].size)
+
+        def length_of(cell: Cell) -> int:
+            return int(unique.traces[cell[0]].size + unique.contexts[cell[1]].size)
+
         drawn = np.random.default_rng(call).choice(len(cells), size=min(RANDOM_CHECKS, len(cells)), replace=False)
-        chosen = sorted({longest, *(cells[i] for i in drawn)})
+        chosen = sorted({max(cells, key=length_of), *(cells[i] for i in drawn)}, key=length_of, reverse=True)
         settings = PlainSettings(temperature=self.temperature, max_tokens=self._work(access, unique).max_tokens)
         per_token, per_trace = TOLERANCE.get(_working_dtype(access), TOLERANCE[torch.float32])
-        worst, reason = 0.0, None
+        worst: float | None = None
+        reason: str | None = None
 
         def compare(cell: Cell, logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
             nonlocal worst, reason
             fast, plain, length = float(results.sum_UC[cell]), float(logp_T.sum()), logp_T.size
             difference = 0.0 if np.array_equal(fast, plain, equal_nan=True) else abs(fast - plain)
-            worst = max(worst, difference / length)
+            worst = max(worst or 0.0, difference / length)
             if not difference <= per_token * length + per_trace:
                 reason = (
                     f"its fast scores differ from the plain ones by {difference / length:.2g} nats a token in the "
                     "self-check"
                 )
 
-        plain_logp(access, unique.contexts, unique.traces, chosen, settings, compare)
+        while chosen:
+            try:
+                plain_logp(access, unique.contexts, unique.traces, chosen, settings, compare)
+                break
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            release_memory(access.device)
+            chosen = chosen[1:]
         return worst, reason
 
     def _tell(self, access: ModelAccess, reason: str) -> None:
