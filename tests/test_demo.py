@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import_or_skip("transformers")
 
 import collapsediag as cd  # noqa: E402
 from collapsediag.cli import main  # noqa: E402
+from collapsediag.cli.demo_show import one_thread  # noqa: E402
 from collapsediag.demo import SCENARIOS, DemoTraining, TrainingSettings, task  # noqa: E402
 from collapsediag.demo.policy import output_logits  # noqa: E402
 from collapsediag.demo.training import _mask, group_advantages  # noqa: E402
@@ -22,6 +24,12 @@ from collapsediag.run_folder import read_records  # noqa: E402
 
 KEY = "collapse_first_turn_sample/"
 TINY = TrainingSettings(steps=2, n_prompts=3, group_size=4, warm_up_steps=5)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def ids(words: str) -> list[int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from collapsediag.console import ConsoleSink, summary_lines
 from collapsediag.demo import SCENARIOS, DemoTraining
@@ -22,6 +26,17 @@ from collapsediag.sinks import JsonlSink
 SCORED_EVERY = 5
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """The policy's matrices are too small to be worth splitting: threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def show(*, out: Path, scenario: str, seed: int, steps: int | None) -> None:
     """Train, watch, record to `out`, and print the story around it."""
     story = SCENARIOS[scenario]
@@ -30,7 +45,8 @@ def show(*, out: Path, scenario: str, seed: int, steps: int | None) -> None:
     print(story.title)
     print(textwrap.fill(story.story, width))
     print("\nWarming up a policy of 100,000 parameters on demonstrations ...", flush=True)
-    training = DemoTraining(settings)
+    with one_thread():
+        training = DemoTraining(settings)
     provenance = Provenance.collect(
         model="demo policy",
         device="cpu",
@@ -47,7 +63,7 @@ def show(*, out: Path, scenario: str, seed: int, steps: int | None) -> None:
         seed=seed,
     )
     first = last = None
-    with monitor:
+    with monitor, one_thread():
         for step, batch in training.steps():
             last = monitor.observe(step, batch)
             first = first or last
