@@ -36,7 +36,7 @@ filled = st.builds(lambda stem, word, last: [*stem, *word, last], stems, words, 
 traces_of = st.lists(st.one_of(filled, filled, st.just([])), min_size=1, max_size=7)
 contexts_of = st.lists(filled, min_size=1, max_size=4)
 budgets = st.sampled_from([16, 17, 40, None])
-common = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+common = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 def pairs(contexts: list[list[int]], traces: list[list[int]]) -> ScoringPairs:
@@ -62,7 +62,7 @@ def test_equals_the_loop(contexts: list[list[int]], traces: list[list[int]], bud
 
 
 @given(contexts_of, traces_of, budgets)
-@settings(common, max_examples=30)
+@settings(common, max_examples=20)
 def test_equals_the_loop_under_sliding_windows(
     contexts: list[list[int]], traces: list[list[int]], budget: int | None
 ) -> None:
@@ -71,7 +71,7 @@ def test_equals_the_loop_under_sliding_windows(
 
 
 @given(contexts_of, traces_of, budgets)
-@settings(common, max_examples=30)
+@settings(common, max_examples=20)
 def test_equals_the_loop_with_absolute_positions(
     contexts: list[list[int]], traces: list[list[int]], budget: int | None
 ) -> None:
@@ -80,7 +80,7 @@ def test_equals_the_loop_with_absolute_positions(
 
 
 @given(contexts_of, traces_of, budgets, st.sampled_from([0.05, 0.5, 2.5]))
-@settings(common, max_examples=30)
+@settings(common, max_examples=20)
 def test_equals_the_loop_at_any_temperature(
     contexts: list[list[int]], traces: list[list[int]], budget: int | None, temperature: float
 ) -> None:
@@ -91,7 +91,7 @@ def test_equals_the_loop_at_any_temperature(
 
 
 @given(contexts_of, traces_of, budgets, st.data())
-@settings(common, max_examples=40)
+@settings(common, max_examples=25)
 def test_cells_equal_the_loop_and_the_others_are_left_out(
     contexts: list[list[int]], traces: list[list[int]], budget: int | None, data: st.DataObject
 ) -> None:
@@ -103,7 +103,7 @@ def test_cells_equal_the_loop_and_the_others_are_left_out(
 
 
 @given(contexts_of, traces_of, st.integers(0, 999))
-@settings(common, max_examples=30)
+@settings(common, max_examples=20)
 def test_shuffled_rows_and_columns_shuffle_the_scores(
     contexts: list[list[int]], traces: list[list[int]], seed: int
 ) -> None:
@@ -116,7 +116,7 @@ def test_shuffled_rows_and_columns_shuffle_the_scores(
 
 
 @given(contexts_of, traces_of, budgets)
-@settings(common, max_examples=30)
+@settings(common, max_examples=20)
 def test_tokens_and_entropies_equal_the_loop(
     contexts: list[list[int]], traces: list[list[int]], budget: int | None
 ) -> None:
@@ -136,7 +136,7 @@ def test_tokens_and_entropies_equal_the_loop(
 
 
 @given(contexts_of, traces_of, budgets, st.sampled_from(["cascade", "masked"]))
-@settings(common, max_examples=30)
+@settings(common, max_examples=20)
 def test_the_estimate_counts_the_tokens_that_run(
     contexts: list[list[int]], traces: list[list[int]], budget: int | None, way: str
 ) -> None:
