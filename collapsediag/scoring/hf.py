@@ -185,7 +185,9 @@ class HFScorer:
 
     def _work(self, access: ModelAccess, unique: Unique) -> Any:
         longest = max((c.size for c in unique.contexts), default=1)
-        return work_model(access, longest, self.token_budget, self._shrink)
+        ways = self._ways(access)
+        cascade = bool(ways) and ways[0].name == "cascade"
+        return work_model(access, longest, self.token_budget, shrink=self._shrink, cascade=cascade)
 
     def _results(
         self,

@@ -26,6 +26,8 @@ CUDA_SHARE = 0.5  # of the free memory: the rest is fragmentation, workspaces, a
 # Fixed cost of a layer's kernel launches, in FLOPs that could have run meanwhile.
 CPU_LAUNCH = 6e6
 CUDA_LAUNCH = 3e10
+# Of a layer's fixed cost: one more piece to attend to.
+CALL_SHARE = 0.1
 # Attention under a mask reaches less of the peak than a matrix product.
 ATTENTION_PENALTY = 1.5
 # Matrix products that run in the time of copying a byte.
@@ -121,8 +123,13 @@ class Shape:
         return 4 * self.heads * self.head_width * self.itemsize
 
 
-def work_model(access: ModelAccess, longest_context: int, token_budget: int | None, shrink: int = 1) -> WorkModel:
-    """Tokens of a forward pass and of held contexts for this model here, divided by `shrink`."""
+def work_model(
+    access: ModelAccess, longest_context: int, token_budget: int | None, *, shrink: int = 1, cascade: bool = False
+) -> WorkModel:
+    """Tokens of a forward pass and of held contexts for this model here, divided by `shrink`.
+
+    cascade: prefix and own tokens attend apart, without copies and masks.
+    """
     shape, device = Shape.of(access), access.device
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -138,9 +145,11 @@ def work_model(access: ModelAccess, longest_context: int, token_budget: int | No
         launch = CPU_LAUNCH
     return WorkModel(
         linear=shape.linear_flops,
-        per_key=shape.flops_per_key * ATTENTION_PENALTY,
-        per_row_key=shape.row_key_bytes * FLOPS_PER_BYTE,
+        per_key=shape.flops_per_key * (1.0 if cascade else ATTENTION_PENALTY),
+        per_row_key=0.0 if cascade else shape.row_key_bytes * FLOPS_PER_BYTE,
+        own_trees_only=cascade,
         per_forward=launch * shape.layers,
+        per_call=launch * shape.layers * CALL_SHARE if cascade else 0.0,
         max_tokens=max(MIN_TOKENS, (token_budget or _power_of_two(tokens)) // shrink),
         max_context_tokens=max(1, context_tokens // shrink),
     )

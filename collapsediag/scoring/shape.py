@@ -13,6 +13,7 @@ import numpy as np
 from collapsediag.scoring.packing import IntArray, Slot, Step, build_steps, inputs_trie, lay_out
 
 CHUNK_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
+NEARLY = 1.003
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,10 @@ class WorkModel:
 
     linear: cost of one token in the layers that do not look back (2 x their parameters, in FLOPs).
     per_key: cost of one (token, key) pair in the attention layers.
-    per_row_key: cost of handing one key of one context row to the attention layers (it is copied).
+    per_row_key: cost of handing one key of one context row to the attention layers, where it is copied.
+    own_trees_only: a token of a chunk attends to its own tree only; otherwise strangers' keys are computed and masked.
     per_forward: fixed cost of one forward pass.
+    per_call: fixed cost of attending to one more piece (a context row's prefix, a tree) in all layers.
     max_tokens: tokens of one forward pass.
     max_context_tokens: tokens of context whose keys and values may be held at once.
     """
@@ -30,7 +33,9 @@ class WorkModel:
     linear: float = 1.0
     per_key: float = 0.0
     per_row_key: float = 0.0
+    own_trees_only: bool = False
     per_forward: float = 0.0
+    per_call: float = 0.0
     max_tokens: int = 1024
     max_context_tokens: int = 1 << 62
 
@@ -56,7 +61,8 @@ def choose_shape(contexts: Sequence[IntArray], traces: Sequence[IntArray], work:
     for chunk in sizes or [work.max_tokens]:
         slots, rows = lay_out(trie, chunk), _rows_that_fit(contexts, chunk, work)
         cost = _cost(contexts, slots, rows, work)
-        if best is None or cost < best[0]:
+        # Of two that cost about the same, the longer chunk over fewer contexts: it holds fewer keys and values.
+        if best is None or cost < best[0] * NEARLY:
             best = (cost, slots, rows)
         if len(slots) <= 1:
             break
@@ -67,8 +73,10 @@ def choose_shape(contexts: Sequence[IntArray], traces: Sequence[IntArray], work:
 def _cost(contexts: Sequence[IntArray], slots: Sequence[Slot], rows: int, work: WorkModel) -> float:
     """Of running all slots for all contexts, in the units of the work model."""
     mean_context = float(np.mean([c.size for c in contexts]))
-    cost = -(-len(contexts) // rows) * len(slots) * work.per_forward
+    calls = sum(rows + len(slot.ranges) for slot in slots)
+    cost = -(-len(contexts) // rows) * ((len(slots) + 1) * work.per_forward + calls * work.per_call)
     for slot in slots:
-        keys = mean_context + slot.depth + slot.nodes
+        strangers = 0 if work.own_trees_only else slot.nodes
+        keys = mean_context + slot.depth + strangers
         cost += len(contexts) * (slot.nodes * (work.linear + work.per_key * keys) + work.per_row_key * keys)
     return cost
