@@ -88,6 +88,15 @@ def test_traces_of_one_prompt_cover_different_contexts() -> None:
         np.testing.assert_array_equal(scored[own == context].sum(axis=0) - 2 * (np.arange(16) == context), 1)
 
 
+def test_more_traces_than_a_circle_holds_get_a_new_one() -> None:
+    own = np.zeros(4, dtype=int)  # 4 others and 2 a trace: the third trace begins the second circle
+    repeats = [
+        (scored[2] == scored[0]).all()
+        for scored in (choose_columns(own, 5, 2, seed=3, step=step) for step in range(60))
+    ]
+    assert 0 < np.mean(repeats) < 0.4  # 1/6 by chance
+
+
 def test_the_same_seed_and_step_choose_the_same_and_others_do_not() -> None:
     own = np.repeat(np.arange(8), 2)
     first = choose_columns(own, 8, 3, seed=4, step=7)

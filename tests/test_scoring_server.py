@@ -21,6 +21,7 @@ import pytest
 
 from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.pairs import ScoringPairs
+from collapsediag.scoring._http import JsonClient
 from collapsediag.scoring.protocol import CellScorer, Scorer
 from collapsediag.scoring.server import OpenAICompatibleScorer, SGLangScorer
 
@@ -354,8 +355,15 @@ def test_retry_after_is_kept(server: Server) -> None:
     assert time.monotonic() - start > 0.4
 
 
+def test_waits_double_up_to_a_minute_and_yield_to_retry_after() -> None:
+    client = JsonClient(url="http://h", backoff_s=0.5)
+    assert [client._wait_s(retry, 0.0) for retry in range(4)] == [0.5, 1.0, 2.0, 4.0]
+    assert client._wait_s(1, 7.0) == 7.0
+    assert client._wait_s(20, 0.0) == client._wait_s(0, 1e9) == 60.0
+
+
 @pytest.mark.faults
-def test_waits_double(server: Server) -> None:
+def test_it_does_wait(server: Server) -> None:
     server.faults = [status(503)] * 2
     start = time.monotonic()
     vllm(server, concurrency=1, backoff_s=0.15).score(random_pairs())
@@ -387,8 +395,10 @@ def test_a_failure_does_not_wait_for_the_others_back_off(server: Server) -> None
     server.faults = [status(503), status(400)]
     start = time.monotonic()
     with pytest.raises(ScoringError, match="status 400"):
-        vllm(server, concurrency=2, backoff_s=20.0).score(random_pairs())
-    assert time.monotonic() - start < 5.0
+        vllm(server, concurrency=2, backoff_s=40.0).score(random_pairs())
+    while any(thread.name.startswith("collapsediag-server") for thread in threading.enumerate()):
+        assert time.monotonic() - start < 20.0, "a thread still waits for its next attempt"
+        time.sleep(0.01)
 
 
 def test_nobody_there() -> None:
