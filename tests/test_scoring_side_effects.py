@@ -298,6 +298,49 @@ def test_autocast_around_scoring_is_used_and_left_alone() -> None:
     assert np.sqrt((((found - truth) / length_N) ** 2).mean()) < 0.03
 
 
+def test_autocast_caches_no_weight_while_scoring() -> None:
+    """Some versions of torch hand a cast made without gradients to the training forward, which then gets none."""
+    model = make_model(dtype=torch.float32)
+    cached: set[bool] = set()
+    model.register_forward_pre_hook(lambda module, args: cached.add(torch.is_autocast_cache_enabled()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.is_autocast_cache_enabled()
+        HFScorer(model).score(mixed_pairs())
+        assert torch.is_autocast_cache_enabled()
+    assert cached == {False}
+
+
+class Counting(nn.Module):
+    """An activation that counts its calls: in place, in a new tensor, in an attribute, in one that was not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("in_place", torch.zeros(2))
+        self.register_buffer("renewed", torch.zeros(2), persistent=False)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.in_place.add_(1)
+        self.renewed = self.renewed + 1
+        self.calls += 1
+        self.seen = True
+        return nn.functional.silu(x)
+
+
+@pytest.mark.parametrize("way", ["auto", "plain"])
+def test_helpers_that_count_their_calls_do_not_count_ours(way: str) -> None:
+    model = make_model(dtype=torch.float32)
+    counting = model.model.layers[0].mlp.act_fn = Counting()
+    in_place, renewed = counting.in_place, counting.renewed
+    HFScorer(model, attention=way).score(mixed_pairs())
+    assert counting.in_place is in_place
+    assert counting.renewed is renewed
+    assert [*in_place.tolist(), *renewed.tolist(), counting.calls] == [0.0] * 4 + [0]
+    assert not hasattr(counting, "seen")
+    model(input_ids=torch.tensor([[3, 4]]))
+    assert [*in_place.tolist(), *counting.renewed.tolist(), counting.calls] == [1.0] * 4 + [1]
+
+
 def test_a_head_whose_forward_somebody_patched_keeps_the_patch() -> None:
     model, pairs = make_model(), mixed_pairs()
     truth = loop(model, pairs.contexts, pairs.traces, temperature=2.0)
