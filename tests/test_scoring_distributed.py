@@ -436,6 +436,20 @@ def test_shares_are_even(n_contexts: int, context: int, n_traces: int, trace: in
     assert max(tokens) <= 1.05 * np.mean(tokens)
 
 
+def test_long_contexts_are_not_repeated_for_evenness() -> None:
+    """Three contexts on two ranks: cutting the traces would be even, and run all three contexts twice."""
+    rng = np.random.default_rng(0)
+    own, zero = np.array([0, 0, 1, 1, 2, 2]), np.zeros(6, dtype=np.int64)
+    pairs = ScoringPairs(
+        contexts=tuple(rng.integers(0, 999, 1000) for _ in range(3)),
+        traces=tuple(rng.integers(0, 999, 100) for _ in range(6)),
+        own_N=own, group_N=own, multiplicity_P=np.ones(3, dtype=np.int64), rollout_N=zero, turn_N=zero,
+    )  # fmt: skip
+    columns = [set(np.flatnonzero(mask.any(axis=0)).tolist()) for mask in share_cells(pairs, 2)]
+    assert sorted(map(len, columns)) == [1, 2]
+    assert not columns[0] & columns[1]
+
+
 def test_without_a_process_group_it_is_the_inner_scorer() -> None:
     pairs = some_pairs()
     inner = FunctionScorer(lambda batch: [-float(len(t)) for _, t in batch])

@@ -208,15 +208,16 @@ def cascade_attention(
     if query.dtype not in job.blocks:
         job.blocks[query.dtype] = job.own.blocks(query.dtype)
     out, lse = _own_part(query, key, value, job.blocks[query.dtype], scale)
-    for segment in job.prefix.segments:
+    for number, segment in enumerate(job.prefix.segments):
         keys, values = segment.keys_values[module.layer_idx]
+        last = number == len(job.prefix.segments) - 1
         if segment.length_B is None:
-            _merge_(out, lse, *attend(query, keys, values, scale))
+            _merge_(out, lse, *attend(query, keys, values, scale), last=last)
         else:  # row by row, so that nothing is computed for padding
             for row, length in enumerate(segment.length_B):
                 one = slice(row, row + 1)
                 part = attend(query[one], keys[one, :, :length], values[one, :, :length], scale)
-                _merge_(out[one], lse[one], *part)
+                _merge_(out[one], lse[one], *part, last=last)
     return out, None
 
 
@@ -240,12 +241,16 @@ def _own_part(
     return torch.cat(out, dim=1), torch.cat(lse, dim=1)
 
 
-def _merge_(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Fold attention to more keys into `out` and `lse`, in place: the weight of a part is its share of exp(lse)."""
+def _merge_(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor, *, last: bool) -> None:
+    """Fold attention to more keys into `out` and `lse`, in place: the weight of a part is its share of exp(lse).
+
+    last: nothing follows, so that `lse` need not be kept up.
+    """
     more_lse = more_lse.transpose(1, 2)
     weight = torch.sigmoid(more_lse - lse)[..., None].to(out.dtype)
     out.lerp_(more.transpose(1, 2), weight)
-    torch.logaddexp(lse, more_lse, out=lse)
+    if not last:
+        torch.logaddexp(lse, more_lse, out=lse)
 
 
 def attend(

@@ -58,13 +58,12 @@ def plan_bases(contexts: Sequence[IntArray]) -> tuple[list[Base], list[int]]:
             for position in range(low, high):
                 base_of[order[position]] = parent
             continue
-        common = trie.common(low, high)
-        usable = min(common, int(trie.size_U[low:high].min()) - 1)
+        usable = min(trie.common(low, high), int(trie.size_U[low:high].min()) - 1)
         edge = usable - depth
         if edge >= MIN_BASE_TOKENS and edge * (high - low - 1) >= MIN_BASE_SAVED_TOKENS:
             bases.append(Base(parent=parent, start=depth, tokens=contexts[order[low]][depth:usable]))
             parent, depth = len(bases) - 1, usable
-        children = list(trie.children(low, high, common))
+        children = trie.children(low, high)
         if len(children) == 1:  # equal contexts cannot occur: they were merged
             children = [(position, position + 1) for position in range(low, high)]
         waiting += [(a, b, depth, parent) for a, b in reversed(children)]

@@ -10,7 +10,7 @@ token) pairs; K (trace, position) entries, each of which reads one pair.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -73,28 +73,36 @@ def trie_size(sequences: Sequence[IntArray]) -> int:
 
 
 class SortedTrie:
-    """Sequences in lexicographic order with the questions that packing asks of their trie."""
+    """Sequences in lexicographic order with the questions that packing asks of their trie, and asks for each budget."""
 
     def __init__(self, sequences: Sequence[IntArray]):
         self.sequences = list(sequences)
         self.size_U = np.array([s.size for s in self.sequences], dtype=np.int64)
         self.common_U = adjacent_common(self.sequences)
+        self._shape: dict[tuple[int, int], tuple[int, int, list[tuple[int, int]]]] = {}
 
     def nodes(self, low: int, high: int, depth: int) -> int:
         """Nodes deeper than `depth` in the trie of sequences low..high-1, which share their first `depth` tokens."""
-        known = np.maximum(self.common_U[low:high], depth)
-        known[0] = depth
-        return int((self.size_U[low:high] - known).sum())
+        # Each adjacent pair of a range that shares `depth` tokens shares at least that much.
+        return self._of(low, high)[0] - depth
 
     def common(self, low: int, high: int) -> int:
         """Common length of sequences low..high-1."""
-        shortest = int(self.size_U[low:high].min())
-        return min(shortest, int(self.common_U[low + 1 : high].min())) if high - low > 1 else shortest
+        return self._of(low, high)[1]
 
-    def children(self, low: int, high: int, depth: int) -> Iterator[tuple[int, int]]:
-        """Ranges of sequences that part at `depth`, the common length of low..high-1."""
-        cuts = [low, *(low + 1 + np.flatnonzero(self.common_U[low + 1 : high] <= depth)).tolist(), high]
-        yield from pairwise(cuts)
+    def children(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Ranges of sequences that part where low..high-1 part."""
+        return self._of(low, high)[2]
+
+    def _of(self, low: int, high: int) -> tuple[int, int, list[tuple[int, int]]]:
+        found = self._shape.get((low, high))
+        if found is None:
+            size, adjacent = self.size_U[low:high], self.common_U[low + 1 : high]
+            common = int(min(size.min(), adjacent.min())) if high - low > 1 else int(size[0])
+            cuts = [low, *(low + 1 + np.flatnonzero(adjacent <= common)).tolist(), high]
+            found = int(size.sum() - adjacent.sum()), common, list(pairwise(cuts))
+            self._shape[low, high] = found
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -238,7 +246,7 @@ def _sort_out(
             elif edge >= MIN_SHARED_TOKENS and edge * (chunks - 1) >= MIN_SAVED_TOKENS:
                 shared.append((a, b, common))
             else:
-                ranges += reversed(list(trie.children(a, b, common)))
+                ranges += reversed(trie.children(a, b))
         else:
             packed.append((a, b, nodes))
     return packed, shared
