@@ -23,9 +23,9 @@ import numpy as np
 
 from collapsediag.cadence import Cadence
 from collapsediag.context_bank import ContextBank
-from collapsediag.errors import CollapsediagError, MetricError, ScoringError, SettingsError
+from collapsediag.errors import CollapsediagError, MetricError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
-from collapsediag.metrics.from_matrix import matrix_metrics
+from collapsediag.metrics.from_matrix import DEFINITIONS, matrix_metrics
 from collapsediag.metrics.from_rollouts import rollout_report
 from collapsediag.pairs import (
     NAMESPACES,
@@ -43,7 +43,7 @@ from collapsediag.sink_names import resolve_sinks
 from collapsediag.sinks import FanOut, Sink
 from collapsediag.spans import SpanFinder
 from collapsediag.statistics import EmaStd
-from collapsediag.trace_samples import sample_traces
+from collapsediag.trace_samples import sample_traces, sampled_rows, score_keeping
 
 if TYPE_CHECKING:
     from collapsediag.scoring.protocol import Scorer
@@ -278,12 +278,9 @@ class Monitor:
         if pairs.shortfall is not None:
             draft.not_measured[key] = pairs.shortfall
             return
-        matrix = self.scorer.score(pairs)
-        if matrix.logp_NP.shape != (pairs.n_traces, pairs.n_contexts):
-            raise ScoringError(
-                f"{type(self.scorer).__name__} returned a matrix of shape {matrix.logp_NP.shape} for {pairs.n_traces} "
-                f"traces and {pairs.n_contexts} contexts; one row a trace and one column a context is needed."
-            )
+        rows = sampled_rows(pairs.n_traces, self.traces_kept, self.seed, batch.step)
+        scored = score_keeping(self.scorer, pairs, rows)
+        matrix = scored.matrix
         draft.scored = True
         self._check_own(batch, pairs, matrix, draft)
         ema = draft.ema[namespace] = copy.deepcopy(self._ema.get(namespace, EmaStd()))
@@ -298,7 +295,7 @@ class Monitor:
             else:
                 draft.not_measured[f"{key}/{name}"] = UNDEFINED
         draft.matrices[namespace] = matrix
-        draft.traces.extend(sample_traces(batch, pairs, matrix, self.tokenizer, self.traces_kept, self.seed))
+        draft.traces.extend(sample_traces(batch, pairs, scored, self.tokenizer, DEFINITIONS[self.definition].mixture))
 
     def _pairs(self, batch: RolloutBatch, namespace: str, draft: _Draft) -> ScoringPairs:
         finder = self._span_finder(batch)

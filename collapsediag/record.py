@@ -60,6 +60,9 @@ class TraceSample:
     row: its row in the matrix; own, best: columns of its own and its best-scoring context.
     context, trace: text (decoded where a tokenizer was at hand, else None) ; context_best: text of the best column.
     logp_P: its row of the matrix, nats.
+    tokens: the pieces of `trace`, one a token, whose join it is; a part of a character is empty, its last part has all.
+    pmi: what each token says about the trace's prompt, nats (`token_information`); with `tokens`, or neither is there.
+    pmi_reason: why there is no pmi; None also in folders written before it was measured.
     """
 
     namespace: str
@@ -74,10 +77,19 @@ class TraceSample:
     trace: str | None = None
     reward: float | None = None
     environment: str | None = None
+    tokens: tuple[str, ...] | None = None
+    pmi: tuple[float, ...] | None = None
+    pmi_reason: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The line of traces/STEP.jsonl; a non-finite score becomes null, because JSON has no NaN."""
+        """The line of traces/STEP.jsonl; a non-finite score becomes null, because JSON has no NaN.
+
+        `tokens`, `pmi` and `pmi_reason` are there where they are not None.
+        """
         line = asdict(self)
+        for name in ("tokens", "pmi", "pmi_reason"):
+            if line[name] is None:
+                del line[name]
         line["logp_P"] = [value if math.isfinite(value) else None for value in self.logp_P]
         if self.reward is not None and not math.isfinite(self.reward):
             line["reward"] = None

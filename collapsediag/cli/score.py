@@ -21,7 +21,7 @@ from collapsediag.console import printable, summary_lines
 from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.findings import judge
 from collapsediag.findings.words import verdict_lines
-from collapsediag.matrix import LogLikelihoodMatrix
+from collapsediag.matrix import FloatArray, LogLikelihoodMatrix
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import NAMESPACES, DropReason, PairSettings, ScoringPairs
 from collapsediag.record import Provenance, Record
@@ -288,6 +288,12 @@ class ProgressScorer:
 
     def score(self, pairs: ScoringPairs) -> LogLikelihoodMatrix:
         """Score with a progress bar; see Scorer.score."""
+        return self.score_with_tokens(pairs, ())[0]
+
+    def score_with_tokens(
+        self, pairs: ScoringPairs, rows: Sequence[int]
+    ) -> tuple[LogLikelihoodMatrix, list[FloatArray]]:
+        """Score with a progress bar; see TokenScorer.score_with_tokens."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self._console.print(self._scorer.estimate(pairs).describe())
@@ -302,10 +308,10 @@ class ProgressScorer:
         )
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task("", total=None)
-            matrix: LogLikelihoodMatrix = self._scorer.score(
-                pairs, progress=lambda done, total: progress.update(task, completed=done, total=total)
+            found: tuple[LogLikelihoodMatrix, list[FloatArray]] = self._scorer.score_with_tokens(
+                pairs, rows, progress=lambda done, total: progress.update(task, completed=done, total=total)
             )
-        return matrix
+        return found
 
 
 def report_step(console: Console, batch: RolloutBatch, record: Record) -> None:

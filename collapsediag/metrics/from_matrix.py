@@ -51,6 +51,7 @@ PAPER = Definition(name="paper", token="token", mixture="uniform", scale="gap")
 RAGEN = Definition(
     name="ragen", token="token_mixture", mixture="multiplicity", scale="marginal"
 )  # fmt: skip
+DEFINITIONS = {definition.name: definition for definition in (PAPER, RAGEN)}
 
 
 def matrix_metrics(
@@ -115,7 +116,7 @@ def matrix_metrics(
 def _definition(definition: str, naming: str) -> Definition:
     if naming not in ("collapsediag", "ragen"):
         raise SettingsError(f"naming is {naming!r}; it is 'collapsediag' or 'ragen'.")
-    if definition not in ("paper", "ragen"):
+    if definition not in DEFINITIONS:
         raise SettingsError(f"definition is {definition!r}; it is 'paper' or 'ragen'.")
     return RAGEN if "ragen" in (definition, naming) else PAPER
 

@@ -77,12 +77,15 @@ def row_values(
     matched_N = logp_NP[np.arange(rows.n_traces), rows.own_N]
     # Differences to the own column first: exact where columns agree, and nothing overflows.
     difference_NP = np.where(rows.scored_NP, logp_NP - matched_N[:, None], -np.inf)
-    gap_N = -np.asarray(logsumexp(difference_NP + _log_weights(rows, mixture), axis=1))
+    gap_N = -np.asarray(logsumexp(difference_NP + log_mixture_weights(rows, mixture), axis=1))
     return RowValues(matched_N=matched_N / outer, marginal_N=(matched_N - gap_N) / outer, gap_N=gap_N / outer)
 
 
-def _log_weights(rows: LogLikelihoodMatrix, mixture: Mixture) -> FloatArray:
-    """log pi as [1, P], or [N, P] with the others reweighted in budget mode."""
+def log_mixture_weights(rows: LogLikelihoodMatrix, mixture: Mixture = "uniform") -> FloatArray:
+    """log pi as [1, P], or [N, P] with the others reweighted in budget mode.
+
+    Raises MetricError for a budgeted matrix with a mixture that is not uniform, or with a row that has no other cell.
+    """
     if rows.is_complete:
         return np.log(mixture_weights(rows, mixture))[None, :]
     if mixture != "uniform":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from collapsediag.scoring.cost import CostEstimate, estimate, group_tokens
 from collapsediag.scoring.guard import undisturbed
 from collapsediag.scoring.head import HeadTap, UnsupportedModelError
 from collapsediag.scoring.memory import MIN_TOKENS, is_out_of_memory, release_memory, work_model
-from collapsediag.scoring.plain import Cell, PlainSettings, plain_logp
+from collapsediag.scoring.plain import Cell, PlainSettings, pair_tokens, plain_logp
 from collapsediag.scoring.plan import Unique, plan_groups
 from collapsediag.scoring.prefix import PrefixEngine, length_reason, unsupported_reason
 from collapsediag.scoring.results import Progress, Results, TokenScores
@@ -153,6 +153,13 @@ class HFScorer:
             pairs, None, progress, own_tokens=True, entropies=entropies, every_context=every_context
         ).token_scores()
 
+    def score_with_tokens(
+        self, pairs: ScoringPairs, rows: Sequence[int], progress: ProgressCallback | None = None
+    ) -> tuple[LogLikelihoodMatrix, list[FloatArray]]:
+        """`score`, and from the same pass for each of `rows` the log-prob [P, T] of its tokens under every context."""
+        results = self._results(pairs, None, progress, every_context=rows)
+        return results.matrix(), results.tokens_of(rows)
+
     def estimate(self, pairs: ScoringPairs, scored_NP: BoolArray | None = None) -> CostEstimate:
         """What `score` would cost, without running the model. Raises as `score` does for what cannot be scored."""
         access = ModelAccess.of(self.model)
@@ -163,7 +170,7 @@ class HFScorer:
         if self._reason(access, unique) is None:
             return cost
         cells = np.argwhere(unique.wanted_UC)
-        tokens = sum(unique.traces[u].size + unique.contexts[c].size for u, c in cells)
+        tokens = sum(pair_tokens(unique.contexts[c], unique.traces[u]) for u, c in cells)
         rows = sum(unique.traces[u].size for u, _ in cells)
         return replace(cost, tokens=int(tokens), logit_rows=int(rows))
 
@@ -194,7 +201,7 @@ class HFScorer:
         pairs: ScoringPairs,
         scored_NP: BoolArray | None,
         callback: ProgressCallback | None,
-        **wanted: bool,
+        **wanted: Any,
     ) -> Results:
         access = ModelAccess.of(self.model)
         check_ids(access, pairs.contexts, pairs.traces, self.max_tokens)
@@ -263,15 +270,16 @@ class HFScorer:
 
     def _fast(self, access: ModelAccess, way: Attention, results: Results, progress: Progress) -> None:
         work = self._work(access, results.unique)
-        groups = plan_groups(results.unique, work, results.done_C)
-        progress.plan(sum(group_tokens(results.unique, group)[0] for group in groups))
         with HeadTap(access, self.temperature) as tap:
             engine = PrefixEngine(access, tap, way, max_tokens=work.max_tokens, on_tokens=progress.add)
-            for group in groups:
-                contexts = [results.unique.contexts[c] for c in group.context_G]
-                entropy = results.entropy_wanted(group.trace_G, group.context_G)
-                for scores in engine.run(contexts, group, entropy, tokens=results.wants_tokens):
-                    results.add_batch(group, scores)
+            for apart in (False, True):  # the second time only what is NaN, perhaps by its neighbours in a forward
+                groups = plan_groups(results.unique, work, results.open_UC, apart=apart)
+                progress.plan(sum(group_tokens(results.unique, group)[0] for group in groups))
+                for group in groups:
+                    contexts = [results.unique.contexts[c] for c in group.context_G]
+                    entropy = results.entropy_wanted(group.trace_G, group.context_G)
+                    for scores in engine.run(contexts, group, entropy, tokens=results.wants_tokens):
+                        results.add_batch(group, scores, apart=apart)
 
     def _halve(self, access: ModelAccess, results: Results, message: str) -> None:
         before = self._work(access, results.unique).max_tokens
@@ -288,8 +296,8 @@ class HFScorer:
     def _plain(self, access: ModelAccess, results: Results, progress: Progress) -> None:
         unique = results.unique
         while True:
-            cells = results.open_cells()
-            progress.plan(sum(unique.traces[u].size + unique.contexts[c].size for u, c in cells))
+            cells = [(int(u), int(c)) for u, c in np.argwhere(results.open_UC)]
+            progress.plan(sum(pair_tokens(unique.contexts[c], unique.traces[u]) for u, c in cells))
             settings = PlainSettings(
                 temperature=self.temperature,
                 max_tokens=2 * self._work(access, unique).max_tokens,
@@ -298,7 +306,7 @@ class HFScorer:
 
             def store(cell: Cell, logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
                 results.add_cell(cell, logp_T, entropy_T)
-                progress.add(unique.traces[cell[0]].size + unique.contexts[cell[1]].size)
+                progress.add(pair_tokens(unique.contexts[cell[1]], unique.traces[cell[0]]))
 
             try:
                 plain_logp(access, unique.contexts, unique.traces, cells, settings, store)
@@ -323,7 +331,7 @@ class HFScorer:
         cells = [(int(u), int(c)) for u, c in np.argwhere(unique.wanted_UC)]
 
         def length_of(cell: Cell) -> int:
-            return int(unique.traces[cell[0]].size + unique.contexts[cell[1]].size)
+            return pair_tokens(unique.contexts[cell[1]], unique.traces[cell[0]])
 
         drawn = np.random.default_rng(call).choice(len(cells), size=min(RANDOM_CHECKS, len(cells)), replace=False)
         chosen = sorted({max(cells, key=length_of), *(cells[i] for i in drawn)}, key=length_of, reverse=True)

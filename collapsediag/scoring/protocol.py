@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -32,5 +33,19 @@ class CellScorer(Protocol):
         """Log-likelihoods [N, P] in nats where `scored_NP` is True; what stands elsewhere is not read.
 
         The own column need not be among them: budget mode may know it already. Raises ScoringError where it cannot.
+        """
+        ...
+
+
+@runtime_checkable
+class TokenScorer(Protocol):
+    """A scorer that can also say how likely each token of some traces is; shading a trace needs it."""
+
+    def score_with_tokens(
+        self, pairs: ScoringPairs, rows: Sequence[int]
+    ) -> tuple[LogLikelihoodMatrix, list[NDArray[np.float64]]]:
+        """`score`, and from the same pass for each of `rows` the [P, T] log-probs of its tokens, nats.
+
+        Row j holds the tokens under context j, NaN where that cell was not scored.
         """
         ...

@@ -5,7 +5,7 @@ Legend: N traces and P contexts as asked for; U and C the distinct ones; T token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,11 +65,16 @@ class Results:
         *,
         own_tokens: bool = False,
         entropies: bool = False,
-        every_context: bool = False,
+        every_context: bool | Sequence[int] = False,
     ):
+        """every_context: rows whose tokens are kept under all contexts, not their own alone; True for all rows."""
         self.pairs, self.unique = pairs, unique
-        self.entropies, self.every_context = entropies, every_context
-        self.wants_tokens = own_tokens or entropies or every_context
+        self.own_tokens, self.entropies, self.every_context = own_tokens, entropies, every_context is True
+        self._whole_U = np.full(len(unique.traces), self.every_context)
+        if not isinstance(every_context, bool):
+            kept = unique.trace_of_N[np.asarray(every_context, dtype=np.int64)]
+            self._whole_U[kept[kept >= 0]] = True
+        self.wants_tokens = own_tokens or entropies or bool(self._whole_U.any())
         shape = unique.wanted_UC.shape
         self.sum_UC = np.full(shape, np.nan)
         self.done_UC = np.zeros(shape, dtype=np.bool_)
@@ -81,20 +86,20 @@ class Results:
             self._own[unique.trace_of_N[filled], unique.context_of_P[np.asarray(pairs.own_N)[filled]]] = True
 
     @property
-    def done_C(self) -> BoolArray:
-        """Contexts whose wanted cells are all there."""
-        return np.asarray((self.done_UC | ~self.unique.wanted_UC).all(axis=0))
-
-    def open_cells(self) -> list[tuple[int, int]]:
+    def open_UC(self) -> BoolArray:
         """Wanted cells that are not there yet."""
-        return [(int(u), int(c)) for u, c in np.argwhere(self.unique.wanted_UC & ~self.done_UC)]
+        return np.asarray(self.unique.wanted_UC & ~self.done_UC)
 
     def entropy_wanted(self, trace_G: IntArray, context_G: IntArray) -> BoolArray | None:
         """[G, C] cells of a group whose entropies are wanted; None where none are."""
         return self._own[np.ix_(trace_G, context_G)] if self.entropies else None
 
-    def add_batch(self, group: Group, scores: BatchScores) -> None:
-        """Take over one batch of the fast path."""
+    def add_batch(self, group: Group, scores: BatchScores, *, apart: bool = False) -> None:
+        """Take over one batch of the fast path.
+
+        A NaN stays open where it may be a neighbour's: 0 times NaN is NaN, so that one trace whose activations overflow
+        reaches all that run beside it, masked or not. Not where the context gives NaN by itself, nor `apart`.
+        """
         columns = group.context_G[list(scores.context_B)]
         self.sum_UC[np.ix_(group.trace_G, columns)] = scores.logp_BG.T
         if scores.tokens is not None:
@@ -104,7 +109,8 @@ class Results:
                 parts = zip(group.trace_G.tolist(), np.split(logp, cuts), entropies, strict=True)
                 for trace, logp_T, entropy_T in parts:
                     self._keep((trace, column), logp_T, entropy_T)
-        self.done_UC[np.ix_(group.trace_G, columns)] = True
+        mine_BG = ~np.isnan(scores.logp_BG) | scores.context_nan_B[:, None] | apart
+        self.done_UC[np.ix_(group.trace_G, columns)] = mine_BG.T
 
     def add_cell(self, cell: tuple[int, int], logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
         """Take over one cell of the plain path."""
@@ -114,7 +120,7 @@ class Results:
         self.done_UC[cell] = True
 
     def _keep(self, cell: tuple[int, int], logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
-        if self.every_context or self._own[cell]:
+        if self._whole_U[cell[0]] or (self.own_tokens and self._own[cell]):
             self._logp[cell] = logp_T.copy()
         if self.entropies and self._own[cell] and entropy_T is not None:
             self._entropy[cell] = entropy_T.copy()
@@ -140,14 +146,20 @@ class Results:
         def of(values: dict[tuple[int, int], FloatArray]) -> tuple[FloatArray, ...]:
             return tuple(values[u, column[own[n]]] if u >= 0 else empty for n, u in rows)
 
-        logp = None
-        if self.every_context:
-            logp = tuple(
-                np.stack([self._logp[u, c] for c in column]) if u >= 0 else np.zeros((len(column), 0)) for _, u in rows
-            )
         return TokenScores(
             matrix=self.matrix(),
             own_logp=of(self._logp),
             own_entropy=of(self._entropy) if self.entropies else None,
-            logp=logp,
+            logp=tuple(self.tokens_of(range(len(rows)))) if self.every_context else None,
         )
+
+    def tokens_of(self, rows: Iterable[int]) -> list[FloatArray]:
+        """For each row [P, T] log-probs of its tokens; NaN under contexts that it was not scored under."""
+        return [self._tokens_PT(int(self.unique.trace_of_N[row])) for row in rows]
+
+    def _tokens_PT(self, u: int) -> FloatArray:
+        columns = self.unique.context_of_P.tolist()
+        if u < 0:
+            return np.zeros((len(columns), 0))
+        not_scored = np.full(self.unique.traces[u].size, np.nan)
+        return np.stack([self._logp.get((u, c), not_scored) for c in columns])
