@@ -9,6 +9,7 @@
     ├── ScoringError   (RuntimeError) the model could not score what it was given
     ├── SettingsError  (ValueError)   a setting that does not exist or does not fit
     ├── RunFolderError (OSError)      a run folder that cannot be written or read
+    ├── TrackerError   (RuntimeError) an experiment tracker is not reached, or refuses
     └── MissingExtraError (ImportError) an optional package is missing: names the pip line
 
 Each leaf also is the standard error that it stands for, so code that knows nothing of this library can catch it. A
@@ -52,6 +53,10 @@ class SettingsError(CollapsediagError, ValueError):
 
 class RunFolderError(CollapsediagError, OSError):
     """A run folder that cannot be written or read."""
+
+
+class TrackerError(CollapsediagError, RuntimeError):
+    """An experiment tracker is not reached, or refuses."""
 
 
 class MissingExtraError(CollapsediagError, ImportError):

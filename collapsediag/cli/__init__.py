@@ -19,12 +19,14 @@ from collapsediag.errors import CollapsediagError
 
 EXIT_FINE, EXIT_FINDING, EXIT_INPUT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 
-# Command -> one line of help. Each has a module of its name here with add_arguments(parser) and run(args) -> exit code.
+# Command -> one line of help. Each has a module of its name here (- as _) with add_arguments(parser) and
+# run(args) -> exit code.
 COMMANDS = {
     "demo": "a real small training run that collapses, watched live (about two minutes on a laptop)",
     "score": "saved rollouts and a policy in, collapse metrics out",
     "preflight": "one batch of rollouts before training: what would go wrong",
     "compare": "several runs: which diagnostics go with success across them",
+    "wandb-workspace": "a saved W&B workspace with the charts in the order in which they are read",
 }
 
 
@@ -37,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"collapsediag {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f"collapsediag.cli.{name}")
+        module = importlib.import_module(f"collapsediag.cli.{name.replace('-', '_')}")
         command = commands.add_parser(
             name,
             help=summary,
