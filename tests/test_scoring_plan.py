@@ -164,7 +164,7 @@ def test_cells_that_want_the_same_traces_run_together_and_no_other_cell_runs() -
 
 def test_finished_contexts_are_left_out() -> None:
     unique = Unique.of([array([k]) for k in range(4)], [array([7, 8])])
-    groups = plan_groups(unique, WorkModel(), np.array([True, False, True, False]))
+    groups = plan_groups(unique, WorkModel(), np.array([[False, True, False, True]]))
     assert [g.context_G.tolist() for g in groups] == [[1, 3]]
 
 

@@ -290,6 +290,18 @@ def lay_out(trie: SortedTrie, budget: int) -> list[Slot]:
     return slots
 
 
+def lay_apart(trie: SortedTrie, budget: int) -> list[Slot]:
+    """Slots in which each sequence runs by itself: nothing is shared, and nothing stands beside it, masked or not."""
+    slots: list[Slot] = []
+    for number, size in enumerate(trie.size_U.tolist()):
+        parent = -1
+        for depth in range(0, size, budget):
+            stop = depth + budget if depth + budget < size else None
+            slots.append(Slot(parent, depth, stop, ((number, number + 1),), min(budget, size - depth)))
+            parent = len(slots) - 1
+    return slots
+
+
 def build_steps(traces: Sequence[IntArray], slots: Sequence[Slot]) -> list[Step]:
     """The slots' steps."""
     steps = []

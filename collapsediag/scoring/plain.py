@@ -1,6 +1,7 @@
 """The plain way: `[X | Z]` forwarded in full, no cache, no trick. The oracle of the fast path, and its fallback.
 
 Sorted by length, each distinct pair once, only the positions of Z brought to logits where the model can slice them.
+The last token of Z predicts nothing, so it is not run.
 
 Legend: B pairs of a batch; T tokens of a row; V vocabulary.
 """
@@ -53,6 +54,11 @@ def batches(
     return found
 
 
+def pair_tokens(context: IntArray, trace: IntArray) -> int:
+    """Tokens that run for one pair."""
+    return int(context.size + trace.size - 1)
+
+
 def logits_of(output: Any) -> torch.Tensor:
     """The logits of whatever a forward returned: an output object, a tuple, or the tensor itself."""
     logits = getattr(output, "logits", output)
@@ -70,12 +76,14 @@ def forward_batch(
     access: ModelAccess, rows: Sequence[tuple[IntArray, IntArray]], settings: PlainSettings
 ) -> list[tuple[FloatArray, FloatArray | None]]:
     """Per-token log-probs (and entropies) of the traces of one batch of (context, trace) rows."""
-    sequences = [np.concatenate(row) for row in rows]
+    sequences = [np.concatenate([context, trace[:-1]]) for context, trace in rows]
     longest = max(s.size for s in sequences)
     ids = np.zeros((len(rows), longest), dtype=np.int64)
     mask = np.zeros_like(ids)
     for row, sequence in enumerate(sequences):
         ids[row, : sequence.size], mask[row, : sequence.size] = sequence, 1
+        # Padded with its own token: an embedding that is NaN must not come in from elsewhere.
+        ids[row, sequence.size :] = sequence[-1]
     first = min(context.size for context, _ in rows) - 1  # the first position whose logits are read
     arguments: dict[str, Any] = {"input_ids": torch.from_numpy(ids).to(access.device)}
     if access.config is not None:
@@ -118,7 +126,7 @@ def plain_logp(
     rope_limit = access.length_dependent_rope
 
     def length_of(cell: Cell) -> int:
-        return int(traces[cell[0]].size + contexts[cell[1]].size)
+        return pair_tokens(contexts[cell[1]], traces[cell[0]])
 
     equal = rope_limit is not None and any(length_of(cell) > rope_limit for cell in cells)
     todo = batches(cells, length_of, settings.max_tokens, equal=equal)

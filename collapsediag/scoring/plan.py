@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from collapsediag.scoring.contexts import Base, ContextBatch, plan_bases, plan_batches
 from collapsediag.scoring.packing import IntArray, Step, unique_sequences
-from collapsediag.scoring.shape import WorkModel, choose_shape
+from collapsediag.scoring.shape import WorkModel, apart_shape, choose_shape
 
 BoolArray = NDArray[np.bool_]
 
@@ -85,11 +85,13 @@ class Unique:
         return int(((length_N[:, None] + length_P[None, :]) * cells).sum())
 
 
-def plan_group(unique: Unique, context_G: IntArray, trace_G: IntArray, work: WorkModel) -> Group:
-    """Plan one full rectangle of cells."""
+def plan_group(
+    unique: Unique, context_G: IntArray, trace_G: IntArray, work: WorkModel, *, apart: bool = False
+) -> Group:
+    """Plan one full rectangle of cells. apart: no trace runs beside another."""
     contexts = [unique.contexts[c] for c in context_G]
     traces = [unique.traces[u] for u in trace_G]
-    steps, rows = choose_shape(contexts, traces, work)
+    steps, rows = (apart_shape if apart else choose_shape)(contexts, traces, work)
     bases, base_of = plan_bases(contexts)
     first, first_of = np.unique(np.array([t[0] for t in traces], dtype=np.int64), return_inverse=True)
     return Group(
@@ -103,14 +105,19 @@ def plan_group(unique: Unique, context_G: IntArray, trace_G: IntArray, work: Wor
     )
 
 
-def plan_groups(unique: Unique, work: WorkModel, done_C: BoolArray | None = None) -> list[Group]:
-    """Rectangles that cover the wanted cells: contexts that want the same traces together. `done_C` are left out."""
-    wanted = unique.wanted_UC
+def plan_groups(
+    unique: Unique, work: WorkModel, open_UC: BoolArray | None = None, *, apart: bool = False
+) -> list[Group]:
+    """Rectangles that cover the open cells (all wanted ones where not given): contexts with the same traces together.
+
+    apart: no trace runs beside another.
+    """
+    wanted = unique.wanted_UC if open_UC is None else open_UC
     by_traces: dict[bytes, list[int]] = {}
     for c in range(wanted.shape[1]):
-        if wanted[:, c].any() and not (done_C is not None and done_C[c]):
+        if wanted[:, c].any():
             by_traces.setdefault(wanted[:, c].tobytes(), []).append(c)
     return [
-        plan_group(unique, np.array(columns, dtype=np.int64), np.flatnonzero(wanted[:, columns[0]]), work)
+        plan_group(unique, np.array(columns, dtype=np.int64), np.flatnonzero(wanted[:, columns[0]]), work, apart=apart)
         for columns in by_traces.values()
     ]

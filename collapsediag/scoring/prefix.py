@@ -63,10 +63,12 @@ class BatchScores:
 
     context_B: numbers of the contexts within the group.
     logp_BG: summed log-probs. tokens: per-token values by context row, where asked for.
+    context_nan_B: contexts that give NaN by themselves, whatever the trace.
     """
 
     context_B: tuple[int, ...]
     logp_BG: FloatArray
+    context_nan_B: BoolArray
     tokens: list[tuple[FloatArray, FloatArray | None]] | None = None
 
 
@@ -138,6 +140,8 @@ class PrefixEngine:
             ids = np.zeros((len(rows), int(size_B.max())), dtype=np.int64)
             for row, c in enumerate(chosen):
                 ids[row, : size_B[row]] = contexts[c][start:]
+                # Padded with its own token: an embedding that is NaN must not come in from elsewhere.
+                ids[row, size_B[row] :] = contexts[c][-1]
             wanted = None if entropy_GC is None else np.asarray(entropy_GC[:, chosen].any(axis=0))[:, None]
             job = HeadJob(size_B[:, None] - 1, np.zeros(group.first_F.size, dtype=np.int64), group.first_F, wanted)
             whole, result = self._chain(base, ids, job)
@@ -266,12 +270,13 @@ class _Entries:
         sums: FloatArray = np.zeros((len(logp_BM), self.n_traces))
         for b, logp_M in enumerate(logp_BM):
             sums[b] = np.bincount(self.trace, logp_M[self.pair], minlength=self.n_traces)
+        context_nan = np.isnan(logp_BM[:, 0])  # the first token's log-prob, of whichever trace: nothing ran beside it
         if not tokens:
-            return BatchScores(batch.contexts, sums)
+            return BatchScores(batch.contexts, sums, context_nan)
         found = [r.entropy_BR for r in results if r.entropy_BR is not None]
         entropy_BR: FloatArray | None = torch.cat(found, dim=1).double().cpu().numpy() if found else None
         values = []
         for b, logp_M in enumerate(logp_BM):
             entropy = None if entropy_BR is None else entropy_BR[b][self.row][self.order]
             values.append((logp_M[self.pair][self.order], entropy))
-        return BatchScores(batch.contexts, sums, values)
+        return BatchScores(batch.contexts, sums, context_nan, values)

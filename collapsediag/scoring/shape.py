@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from collapsediag.scoring.packing import IntArray, Slot, Step, build_steps, inputs_trie, lay_out
+from collapsediag.scoring.packing import IntArray, Slot, Step, build_steps, inputs_trie, lay_apart, lay_out
 
 CHUNK_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
 NEARLY = 1.003
@@ -68,6 +68,13 @@ def choose_shape(contexts: Sequence[IntArray], traces: Sequence[IntArray], work:
             break
     assert best is not None
     return build_steps(traces, best[1]), best[2]
+
+
+def apart_shape(contexts: Sequence[IntArray], traces: Sequence[IntArray], work: WorkModel) -> tuple[list[Step], int]:
+    """Steps in which each trace runs by itself, and the number of contexts a batch."""
+    trie = inputs_trie(traces)
+    longest = min(int(trie.size_U.max(initial=1)), work.max_tokens)
+    return build_steps(traces, lay_apart(trie, work.max_tokens)), _rows_that_fit(contexts, max(1, longest), work)
 
 
 def _cost(contexts: Sequence[IntArray], slots: Sequence[Slot], rows: int, work: WorkModel) -> float:
