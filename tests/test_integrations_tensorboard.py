@@ -76,6 +76,12 @@ class Trainer:
         self.writer.add_event(event.Event(summary=point, step=step, wall_time=time.time()))
         self.writer.flush()
 
+    def lay_out(self, categories: dict[str, dict[str, list[Any]]]) -> None:
+        event = import_or_skip("tensorboard.compat.proto.event_pb2")
+        content = import_or_skip("torch.utils.tensorboard.summary").custom_scalars(categories)
+        self.writer.add_event(event.Event(summary=content, step=0, wall_time=time.time()))
+        self.writer.flush()
+
 
 def test_a_monitored_run_is_read_back_whole(tmp_path: Path) -> None:
     step = planted("healthy")
@@ -405,6 +411,7 @@ def test_the_real_page_shows_both_runs_and_fetches_nothing_a_trace_asks_for(tmp_
         namespace="turn", row=0, own=0, best=0, group="0", length=1, logp_P=(-1.0,),
         trace="\n\n![](/trace.png)\n<img src=/trace.png>\n",
     )  # fmt: skip
+    trainer.lay_out({"Mine": {"loss": ["Multiline", ["train/loss"]]}})
     for step in range(5):
         trainer.log("train/loss", step / 2, step)
         sink.write(Record(step=step, values={"reward/mean": step / 4}, traces=(asks,)))
@@ -420,6 +427,7 @@ def test_the_real_page_shows_both_runs_and_fetches_nothing_a_trace_asks_for(tmp_
         ours = fetch(f"{page}/data/plugin/scalars/scalars?run={SUBRUN}&tag=collapse/reward/mean")
         assert [(step, value) for _, step, value in ours] == [(step, step / 4) for step in range(5)]
         charts = fetch(f"{page}/data/plugin/custom_scalars/layout")
-        assert [category["title"] for category in charts["category"]] == ["Rewards"]
+        assert [category["title"] for category in charts["category"]] == ["Mine", "Rewards"]
+        assert charts["category"][0]["chart"] == [{"title": "loss", "multiline": {"tag": ["train/loss"]}}]
         open_in_browser(f"{seen_page}/#text", tmp_path)
     assert [path for path in Relay.asked if path.endswith(".png")] == ["/control.png"]
