@@ -25,7 +25,9 @@ COMMANDS = {
     "demo": "a real small training run that collapses, watched live (about two minutes on a laptop)",
     "score": "saved rollouts and a policy in, collapse metrics out",
     "preflight": "one batch of rollouts before training: what would go wrong",
+    "report": "one self-contained page that explains a run, or several",
     "compare": "several runs: which diagnostics go with success across them",
+    "doctor": "what this installation can do: versions, extras, device, a self-test of the scorer",
     "wandb-workspace": "a saved W&B workspace with the charts in the order in which they are read",
 }
 

@@ -1,0 +1,97 @@
+"""One self-contained page that explains a run: the verdict in words, charts, the matrix, the traces.
+
+    collapsediag report runs/a -o report.html
+    collapsediag report runs/a runs/b runs/c -o runs.html
+
+The page needs no network and no server; it can be sent, archived and opened anywhere. Several runs are drawn over one
+another, with the rank correlations of their diagnostics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from collapsediag.console import printable
+from collapsediag.errors import MetricError, RunFolderError, SettingsError
+from collapsediag.findings.across_runs import compare_runs
+from collapsediag.report import page_html, scored_payload, series_payload
+from collapsediag.run_folder import read_records
+
+# A page holds no more scored steps than anyone steps through; they are spread evenly over the run.
+MAX_SCORED = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument("-o", "--out", default="report.html", metavar="FILE", help="file to write (default report.html)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the runs, write the page, say where it is."""
+    runs = list(dict.fromkeys(str(Path(one)) for one in args.runs))
+    out = Path(args.out)
+    if out.is_dir():
+        raise SettingsError(f"{out} is a folder; --out is the file to write, for example {out / 'report.html'}.")
+    page = build_page(runs)
+    write_page(out, page)
+    print(f"{printable(str(out))}: {len(page) / 1e6:.1f} MB, {len(runs)} {'run' if len(runs) == 1 else 'runs'}")
+    return 0
+
+
+def build_page(runs: Sequence[str]) -> str:
+    """The page of these run folders."""
+    names = short_names(runs)
+    series = [series_payload(run, name=name) for run, name in zip(runs, names, strict=True)]
+    scored = [
+        [scored_payload(run, step) for step in spread(one["scored_steps"], MAX_SCORED // len(runs) or 1)]
+        for run, one in zip(runs, series, strict=True)
+    ]
+    comparison = None
+    if len(runs) > 1:
+        try:
+            comparison = compare_runs({name: read_records(run) for run, name in zip(runs, names, strict=True)}).to_json()
+        except MetricError:
+            comparison = None  # no outcome in common: the page says so
+    return page_html(series, scored, comparison=comparison)
+
+
+def short_names(runs: Sequence[str]) -> list[str]:
+    """The shortest ends of the paths that tell the runs apart.
+
+    >>> short_names(["runs/a", "runs/b"]), short_names(["x/run", "y/run"])
+    (['a', 'b'], ['x/run', 'y/run'])
+    """
+    parts = [Path(run).absolute().parts for run in runs]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def spread(steps: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` of the steps, evenly spaced, the first and the last among them.
+
+    >>> spread([0, 5, 10, 15, 20], 3), spread([0, 5], 3)
+    ([0, 10, 20], [0, 5])
+    """
+    if len(steps) <= limit:
+        return list(steps)
+    if limit == 1:
+        return [steps[-1]]
+    return [steps[round(i * (len(steps) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def write_page(out: Path, page: str) -> None:
+    """Write through a temporary name, so that an older page is replaced whole or not at all."""
+    temporary = out.with_name(out.name + ".tmp")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunFolderError(f"{out} cannot be written ({error.strerror or error}).") from error
