@@ -16,7 +16,7 @@ from torch import nn
 
 from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.pairs import ScoringPairs
-from collapsediag.scoring import attention, hf, prefix
+from collapsediag.scoring import attention, checks, hf, prefix
 from collapsediag.scoring.attention import CascadeAttention
 from collapsediag.scoring.hf import HFScorer, ScoreInfo
 from collapsediag.scoring.protocol import CellScorer, Scorer
@@ -144,6 +144,22 @@ def test_logits_that_are_changed_after_the_head_are_noticed(caplog: pytest.LogCa
     np.testing.assert_allclose(found, truth, rtol=0, atol=TOLERANCE)
     assert info_of(scorer).path == "plain"
     assert ["transforms its logits in a way that is not known" in line for line in warned(caplog)] == [True]
+
+
+@pytest.mark.parametrize("way", ["auto", "plain"])
+def test_a_token_banned_after_the_head_is_noticed(way: str) -> None:
+    """One column of the logits is changed, which the single column that stands for them while tapped does not show."""
+    model = make_model()
+
+    def ban(module: nn.Module, args: Any, output: Any) -> Any:
+        output.logits[..., 9:10] = -20.0
+        return output
+
+    model.register_forward_hook(ban)
+    truth = truth_of(model)
+    scorer = HFScorer(model, attention=way)
+    np.testing.assert_allclose(scorer.score(PAIRS).logp_NP, truth, rtol=0, atol=TOLERANCE)
+    assert info_of(scorer).path == "plain"
 
 
 # -- adapters --------------------------------------------------------------------------------------------------------
@@ -320,7 +336,7 @@ def test_layers_of_a_kind_that_is_not_known_are_told_once(caplog: pytest.LogCapt
     )
     cost = scorer.estimate(PAIRS)
     cells = {(PAIRS.traces[i].tobytes(), j) for i in range(PAIRS.n_traces) for j in range(PAIRS.n_contexts)}
-    assert cost.tokens == sum(len(t) // 8 + PAIRS.contexts[j].size for t, j in cells)
+    assert cost.tokens == sum(len(t) // 8 - 1 + PAIRS.contexts[j].size for t, j in cells)
 
 
 def test_what_was_asked_for_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,13 +352,13 @@ def test_checks_come_at_the_first_call_and_every_so_many(
     every: int, checked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    real = HFScorer._self_check
+    real = hf.self_check
 
-    def spy(self: HFScorer, access: Any, results: Any, call: int) -> Any:
+    def spy(access: Any, results: Any, settings: Any, call: int) -> Any:
         calls.append(call)
-        return real(self, access, results, call)
+        return real(access, results, settings, call)
 
-    monkeypatch.setattr(HFScorer, "_self_check", spy)
+    monkeypatch.setattr(hf, "self_check", spy)
     scorer = HFScorer(make_model(), check_every=every)
     noted = []
     for call in range(7):
@@ -355,13 +371,13 @@ def test_checks_come_at_the_first_call_and_every_so_many(
 
 def test_the_longest_pair_is_always_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[tuple[int, int]]] = []
-    real = hf.plain_logp
+    real = checks.plain_logp
 
     def spy(access: Any, contexts: Any, traces: Any, cells: Any, *rest: Any) -> None:
         seen.append({(traces[u].size, contexts[c].size) for u, c in cells})
         real(access, contexts, traces, cells, *rest)
 
-    monkeypatch.setattr(hf, "plain_logp", spy)
+    monkeypatch.setattr(checks, "plain_logp", spy)
     scorer = HFScorer(make_model(), check_every=1)
     for _ in range(4):
         scorer.score(PAIRS)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collapsediag.errors import ScoringError
 from collapsediag.pairs import ScoringPairs
-from collapsediag.scoring import head, hf
+from collapsediag.scoring import head, hf, memory
 from collapsediag.scoring.access import ModelAccess
 from collapsediag.scoring.cache import Prefix
 from collapsediag.scoring.hf import HFScorer
@@ -202,18 +202,20 @@ def largest_logits(model: Any, run: Callable[[], Any]) -> LargestLogits:
 
 
 @pytest.mark.parametrize("entropies", [False, True])
-@pytest.mark.parametrize("way", ["cascade", "masked"])
+@pytest.mark.parametrize("way", ["cascade", "masked", "plain"])
 def test_logits_of_all_tokens_never_exist(way: str, entropies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-check included."""
     vocabulary, rows = 601, 17
     model = make_model(vocab_size=vocabulary, dtype=torch.float32)
     monkeypatch.setattr(head, "CPU_LOGITS_BYTES", 4 * vocabulary * rows)
     rng = np.random.default_rng(5)
     contexts, traces = [draw(rng, 30) for _ in range(6)], [draw(rng, 25) for _ in range(12)]
     pairs = pairs_of(contexts, traces, [i % 6 for i in range(12)])
-    scorer = HFScorer(model, attention=way, check_every=0)
+    scorer = HFScorer(model, attention=way, check_every=1)
     spy = largest_logits(model, lambda: scorer.score_tokens(pairs, entropies=entropies))
     assert scorer.info is not None
-    assert scorer.info.path == "prefix"
+    assert scorer.info.path == ("plain" if way == "plain" else "prefix")
+    assert (scorer.info.check is None) == (way == "plain")
     assert spy.seen > 6 * 12 * 25 / rows, "the spy saw too few logits to have seen them all"
     assert 0 < spy.rows <= rows
     # The naive forward, for comparison: the spy does see them.
@@ -232,9 +234,10 @@ def test_a_chunk_of_logits_fits_its_bytes(vocabulary: int) -> None:
     assert rows == 16 or rows * vocabulary * 4 <= head.CPU_LOGITS_BYTES
 
 
-def test_the_plain_path_keeps_logits_of_the_traces_only() -> None:
+def test_the_plain_path_without_a_known_head_keeps_logits_of_the_traces_only() -> None:
     vocabulary = 601
     model = make_model(vocab_size=vocabulary, dtype=torch.float32)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.5)  # what no config tells of
     rng = np.random.default_rng(6)
     contexts, traces = [draw(rng, 90) for _ in range(4)], [draw(rng, 10) for _ in range(6)]
     pairs = pairs_of(contexts, traces, [i % 4 for i in range(6)])
@@ -250,6 +253,30 @@ def test_a_budget_bounds_every_forward_of_the_fast_path() -> None:
         with forwards(model, lambda ids, sizes=sizes: sizes.append(ids.numel())):
             HFScorer(model, token_budget=budget, check_every=0).score(pairs)
         assert 0 < max(sizes) <= budget
+
+
+def test_a_halved_budget_grows_back_and_waits_longer_after_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "GROW_AFTER", 2)
+    model = make_model()
+    contexts, traces = [draw(np.random.default_rng(7), 5)], [draw(np.random.default_rng(8), 50)]
+    truth = loop(model, contexts, traces)
+    scorer = HFScorer(model, token_budget=64, check_every=0)
+    call, ran_out, budgets = 0, [], []
+
+    def run_out(ids: torch.Tensor) -> None:
+        if call < 7 and ids.numel() > 40:  # from then on what took the memory is gone
+            ran_out.append(call)
+            raise torch.OutOfMemoryError("out of memory")
+
+    with forwards(model, run_out):
+        for call in range(16):  # noqa: B007 (read by run_out)
+            found = scorer.score(pairs_of(contexts, traces, [0])).logp_NP
+            np.testing.assert_allclose(found, truth, rtol=0, atol=TOLERANCE)
+            assert scorer.info is not None
+            budgets.append(scorer.info.token_budget)
+    # After 2 calls that fitted, then after 4, then after 8.
+    assert ran_out == [0, 2, 6]
+    assert budgets == [32] * 14 + [64] * 2
 
 
 def test_memory_runs_out_in_many_words() -> None:

@@ -35,12 +35,14 @@ class HeadJob:
     row_BR: positions to read, [R] for all contexts alike or [B, R].
     pair_row_M: index into R, ascending. pair_target_M: token looked up there.
     entropy_BR: rows whose entropy is wanted, None for none.
+    flat: positions count through all B x T tokens, B being 1 in the result.
     """
 
     row_BR: IntArray
     pair_row_M: IntArray
     pair_target_M: IntArray
     entropy_BR: NDArray[np.bool_] | None = None
+    flat: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +138,8 @@ class HeadTap:
 
     def _forward(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         assert self.job is not None
-        self._result = self._read(hidden_BTD, self.job)
+        rows = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1]) if self.job.flat else hidden_BTD
+        self._result = self._read(rows, self.job)
         tokens = hidden_BTD.shape[1]
         ramp = torch.linspace(-50.0, 50.0, tokens, device=hidden_BTD.device).to(hidden_BTD.dtype)
         self._probe = ramp[None, :, None].expand(hidden_BTD.shape[0], tokens, 1)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from collapsediag.errors import ScoringError, SettingsError
@@ -17,10 +16,11 @@ from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.scoring.access import ModelAccess, check_ids
 from collapsediag.scoring.attention import Attention, CascadeAttention, MaskedAttention
+from collapsediag.scoring.checks import chunked_head, self_check
 from collapsediag.scoring.cost import CostEstimate, estimate, group_tokens
 from collapsediag.scoring.guard import undisturbed
 from collapsediag.scoring.head import HeadTap, UnsupportedModelError
-from collapsediag.scoring.memory import MIN_TOKENS, is_out_of_memory, release_memory, work_model
+from collapsediag.scoring.memory import MIN_TOKENS, BackOff, is_out_of_memory, release_memory, work_model
 from collapsediag.scoring.plain import Cell, PlainSettings, pair_tokens, plain_logp
 from collapsediag.scoring.plan import Unique, plan_groups
 from collapsediag.scoring.prefix import PrefixEngine, length_reason, unsupported_reason
@@ -33,15 +33,6 @@ FloatArray = NDArray[np.float64]
 ProgressCallback = Callable[[int, int], None]
 
 ATTENTION = ("auto", "cascade", "masked", "plain")
-RANDOM_CHECKS = 3
-# How far fast and plain path may differ in a trace's sum: nats per token, and nats per trace. Low precision rounds a
-# logit of 20 to steps of an eighth (bfloat16); a wrong mask shows as tenths of a nat per token.
-TOLERANCE = {
-    torch.float64: (1e-6, 1e-6),  # many models take norms and softmax in float32 whatever their type
-    torch.float32: (1e-4, 1e-3),
-    torch.float16: (1e-2, 0.1),
-    torch.bfloat16: (3e-2, 1.0),
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,8 @@ class HFScorer:
 
     model: on any device, in any floating-point type, in train or eval mode, wrapped by PEFT, DDP, FSDP or DeepSpeed.
     temperature: score softmax(logits / temperature).
-    token_budget: tokens of one forward pass; from free memory where None. Halved when memory runs out.
+    token_budget: tokens of one forward pass; from free memory where None. Halved when memory runs out,
+        doubled again after some calls that fitted.
     check_every: compare a few pairs with the plain path at the first call and every so many calls; 0: never.
     max_tokens: longest context and trace together; the model's own limit where None.
     attention: how the fast path attends ("cascade", "masked"), or "plain" for no fast path; "auto" chooses.
@@ -105,7 +97,7 @@ class HFScorer:
         self.attention = attention
         self.info: ScoreInfo | None = None
         self._calls = 0
-        self._shrink = 1
+        self._budget = BackOff()
         # Ways that this model turned out not to allow, with the reason, and ways that passed a self-check.
         self._failed: dict[str, str] = {}
         self._passed: set[str] = set()
@@ -194,7 +186,7 @@ class HFScorer:
         longest = max((c.size for c in unique.contexts), default=1)
         ways = self._ways(access)
         cascade = bool(ways) and ways[0].name == "cascade"
-        return work_model(access, longest, self.token_budget, shrink=self._shrink, cascade=cascade)
+        return work_model(access, longest, self.token_budget, shrink=self._budget.shrink, cascade=cascade)
 
     def _results(
         self,
@@ -233,6 +225,7 @@ class HFScorer:
             dtype=str(access.dtype).removeprefix("torch."),
             token_budget=self._work(access, unique).max_tokens,
         )
+        self._budget.fitted()
         return results
 
     def _fast_and_checked(
@@ -244,7 +237,8 @@ class HFScorer:
         due = self.check_every and (call % self.check_every == 0 or way.name not in self._passed)
         if reason is not None or not due:
             return None, reason
-        check, reason = self._self_check(access, results, call)
+        settings = PlainSettings(temperature=self.temperature, max_tokens=self._work(access, results.unique).max_tokens)
+        check, reason = self_check(access, results, settings, call)
         if reason is None:
             self._passed.add(way.name)
         return check, reason
@@ -288,7 +282,7 @@ class HFScorer:
                 f"out of memory on {access.device} even at {before} tokens a forward pass ({message}). Free memory on "
                 "the device, score shorter contexts, or score on another device."
             )
-        self._shrink *= 2
+        self._budget.halve()
         release_memory(access.device)
         after = self._work(access, results.unique).max_tokens
         logger.info("out of memory at %d tokens a forward pass; going on with %d.", before, after)
@@ -309,7 +303,8 @@ class HFScorer:
                 progress.add(pair_tokens(unique.contexts[cell[1]], unique.traces[cell[0]]))
 
             try:
-                plain_logp(access, unique.contexts, unique.traces, cells, settings, store)
+                with chunked_head(access, unique.contexts, unique.traces, settings) as tap:
+                    plain_logp(access, unique.contexts, unique.traces, cells, settings, store, tap)
                 return
             except ScoringError:
                 raise
@@ -322,46 +317,6 @@ class HFScorer:
                     ) from error
             self._halve(access, results, message)
 
-    def _self_check(self, access: ModelAccess, results: Results, call: int) -> tuple[float | None, str | None]:
-        """Largest difference from the plain path, nats per token, and what is wrong where it is too large.
-
-        A pair that does not fit in full (the fast path ran it in pieces) is left out; None where none fits.
-        """
-        unique = results.unique
-        cells = [(int(u), int(c)) for u, c in np.argwhere(unique.wanted_UC)]
-
-        def length_of(cell: Cell) -> int:
-            return pair_tokens(unique.contexts[cell[1]], unique.traces[cell[0]])
-
-        drawn = np.random.default_rng(call).choice(len(cells), size=min(RANDOM_CHECKS, len(cells)), replace=False)
-        chosen = sorted({max(cells, key=length_of), *(cells[i] for i in drawn)}, key=length_of, reverse=True)
-        settings = PlainSettings(temperature=self.temperature, max_tokens=self._work(access, unique).max_tokens)
-        per_token, per_trace = TOLERANCE.get(_working_dtype(access), TOLERANCE[torch.float32])
-        worst: float | None = None
-        reason: str | None = None
-
-        def compare(cell: Cell, logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
-            nonlocal worst, reason
-            fast, plain, length = float(results.sum_UC[cell]), float(logp_T.sum()), logp_T.size
-            difference = 0.0 if np.array_equal(fast, plain, equal_nan=True) else abs(fast - plain)
-            worst = max(worst or 0.0, difference / length)
-            if not difference <= per_token * length + per_trace:
-                reason = (
-                    f"its fast scores differ from the plain ones by {difference / length:.2g} nats a token in the "
-                    "self-check"
-                )
-
-        while chosen:
-            try:
-                plain_logp(access, unique.contexts, unique.traces, chosen, settings, compare)
-                break
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-            release_memory(access.device)
-            chosen = chosen[1:]
-        return worst, reason
-
     def _tell(self, access: ModelAccess, reason: str) -> None:
         """Say once that this scorer is slower than it could be."""
         if not self._told and self.attention != "plain":
@@ -372,14 +327,6 @@ class HFScorer:
                 reason,
             )
             self._told = True
-
-
-def _working_dtype(access: ModelAccess) -> torch.dtype:
-    """The precision that a forward pass runs in: autocast's, where that is on."""
-    kind = access.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return access.dtype
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,6 +18,8 @@ from collapsediag.scoring.access import ModelAccess
 from collapsediag.scoring.shape import WorkModel
 
 MIN_TOKENS = 16
+# Calls that must fit before a budget that was halved is doubled again.
+GROW_AFTER = 8
 CPU_TOKENS = (512, 2048)
 CPU_ACTIVATIONS = 1 << 20  # elements of one hidden-width activation that stay quick to reach
 CPU_CONTEXT_BYTES = 512 << 20
@@ -52,6 +54,38 @@ def release_memory(device: torch.device) -> None:
     """Give cached blocks back, so that the next, smaller attempt is not stopped by fragments."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+class BackOff:
+    """Halves a budget when memory runs out, and tries the double again after some calls that fitted.
+
+    What took the memory (an optimizer step, another process) may be gone; where it is not, each attempt that fails
+    doubles the wait for the next one.
+
+    >>> budget = BackOff()
+    >>> budget.halve()
+    >>> found = [(budget.fitted(), budget.shrink)[1] for _ in range(GROW_AFTER)]
+    >>> found[:-1] == [2] * (GROW_AFTER - 1), found[-1]
+    (True, 1)
+    """
+
+    def __init__(self) -> None:
+        self.shrink = 1
+        self._wait = GROW_AFTER
+        self._fitted = 0
+
+    def halve(self) -> None:
+        """Memory ran out."""
+        self.shrink *= 2
+        self._fitted = 0
+
+    def fitted(self) -> None:
+        """A call ended well."""
+        self._fitted += 1
+        if self.shrink > 1 and self._fitted >= self._wait:
+            self.shrink //= 2
+            self._wait *= 2
+            self._fitted = 0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from collapsediag.errors import ScoringError
 from collapsediag.scoring.access import ModelAccess
+from collapsediag.scoring.head import HeadJob, HeadTap
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -73,9 +74,15 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def forward_batch(
-    access: ModelAccess, rows: Sequence[tuple[IntArray, IntArray]], settings: PlainSettings
+    access: ModelAccess,
+    rows: Sequence[tuple[IntArray, IntArray]],
+    settings: PlainSettings,
+    tap: HeadTap | None = None,
 ) -> list[tuple[FloatArray, FloatArray | None]]:
-    """Per-token log-probs (and entropies) of the traces of one batch of (context, trace) rows."""
+    """Per-token log-probs (and entropies) of the traces of one batch of (context, trace) rows.
+
+    tap: of the head, which then makes a few rows of logits at a time. Without it the model makes them, all at once.
+    """
     sequences = [np.concatenate([context, trace[:-1]]) for context, trace in rows]
     longest = max(s.size for s in sequences)
     ids = np.zeros((len(rows), longest), dtype=np.int64)
@@ -91,6 +98,8 @@ def forward_batch(
     # Without padding the mask says nothing, and some models run another kernel with it.
     if int(mask.min()) == 0 and ("attention_mask" in access.parameters or access.config is not None):
         arguments["attention_mask"] = torch.from_numpy(mask).to(access.device)
+    if tap is not None:
+        return _tapped(access, rows, settings, tap, arguments)
     if "logits_to_keep" in access.parameters:
         arguments["logits_to_keep"] = longest - first
     logits = logits_of(access.call(**arguments))
@@ -100,6 +109,32 @@ def forward_batch(
         start = context.size - 1 - skipped
         found.append(_read(logits[row, start : start + trace.size], trace, settings))
     return found
+
+
+def _tapped(
+    access: ModelAccess,
+    rows: Sequence[tuple[IntArray, IntArray]],
+    settings: PlainSettings,
+    tap: HeadTap,
+    arguments: dict[str, Any],
+) -> list[tuple[FloatArray, FloatArray | None]]:
+    longest = arguments["input_ids"].shape[1]
+    size_B = [trace.size for _, trace in rows]
+    read = [b * longest + context.size - 1 + np.arange(trace.size) for b, (context, trace) in enumerate(rows)]
+    tokens = sum(size_B)
+    tap.job = HeadJob(
+        np.concatenate(read),
+        np.arange(tokens),
+        np.concatenate([trace for _, trace in rows]),
+        np.ones((1, tokens), dtype=np.bool_) if settings.entropies else None,
+        flat=True,
+    )
+    result = tap.take(getattr(access.call(**arguments), "logits", None), check=True)
+    logp, entropy = (None if t is None else t[0].double().cpu().numpy() for t in (result.logp_BM, result.entropy_BR))
+    cuts = np.cumsum(size_B)[:-1]
+    assert logp is not None
+    entropies = [None] * len(rows) if entropy is None else np.split(entropy, cuts)
+    return list(zip(np.split(logp, cuts), entropies, strict=True))
 
 
 def _read(logits_TV: torch.Tensor, trace: IntArray, settings: PlainSettings) -> tuple[FloatArray, FloatArray | None]:
@@ -121,8 +156,12 @@ def plain_logp(
     cells: Sequence[Cell],
     settings: PlainSettings,
     on_cell: Callable[[Cell, FloatArray, FloatArray | None], None],
+    tap: HeadTap | None = None,
 ) -> None:
-    """Score `cells` and hand each to `on_cell(cell, logp_T, entropy_T)`, in batches, the longest first."""
+    """Score `cells` and hand each to `on_cell(cell, logp_T, entropy_T)`, in batches, the longest first.
+
+    tap: of the head, see `forward_batch`.
+    """
     rope_limit = access.length_dependent_rope
 
     def length_of(cell: Cell) -> int:
@@ -134,5 +173,5 @@ def plain_logp(
         todo.reverse()
     for batch in todo:
         rows = [(contexts[c], traces[u]) for u, c in batch]
-        for cell, (logp, entropy) in zip(batch, forward_batch(access, rows, settings), strict=True):
+        for cell, (logp, entropy) in zip(batch, forward_batch(access, rows, settings, tap), strict=True):
             on_cell(cell, logp, entropy)
