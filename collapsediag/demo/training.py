@@ -17,9 +17,11 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from collapsediag.demo import task
 from collapsediag.demo.policy import new_policy, output_logits, sample, warm_up
+from collapsediag.metrics.snr_filter import snr_filter_preview
 from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 
 
@@ -32,6 +34,8 @@ class TrainingSettings:
     reward_noise: standard deviation of the Gaussian noise added to every reward.
     entropy_bonus: weight of the mean token entropy in the objective.
     kl: weight of the mean token KL divergence from the warmed-up policy, exact over the vocabulary.
+    filter_rho: an update uses the fewest prompts that carry this share of the reward variance within prompts (RAGEN-2's
+        filter, `snr_filter_preview`), and leaves the others out with all their terms; None: it uses all of them.
     lr_ramp: updates over which the learning rate rises to `lr`. Adam's first steps are all of full size, whatever the
         gradient; without a ramp they can break the format before the reward defends it.
     """
@@ -45,19 +49,24 @@ class TrainingSettings:
     entropy_bonus: float = 0.0
     kl: float = 0.0
     reward_noise: float = 0.0
+    filter_rho: float | None = None
     format_share: float = 0.1
     warm_up_steps: int = 400
     seed: int = 0
 
 
 class DemoTraining:
-    """A policy and the training of it. Constructing warms the policy up (some seconds)."""
+    """A policy and the training of it. Constructing warms the policy up (some seconds).
 
-    def __init__(self, settings: TrainingSettings) -> None:
+    policy: one that was warmed up before, for many runs from one start; it is trained in place.
+    """
+
+    def __init__(self, settings: TrainingSettings, *, policy: LlamaForCausalLM | None = None) -> None:
         self.settings = settings
         self.tokenizer = task.WordTokenizer()
-        self.policy = new_policy(settings.seed)
-        warm_up(self.policy, steps=settings.warm_up_steps, seed=settings.seed)
+        self.policy = policy if policy is not None else new_policy(settings.seed)
+        if policy is None:
+            warm_up(self.policy, steps=settings.warm_up_steps, seed=settings.seed)
         self._rng = np.random.default_rng([settings.seed, 2])
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._optimizer = torch.optim.AdamW(self.policy.parameters(), lr=settings.lr, weight_decay=0.0)
@@ -76,10 +85,14 @@ class DemoTraining:
 
     def _update(self, prompts: list[task.Prompt], prompt_BL: Tensor, output_BT: Tensor) -> None:
         """One step on `-A log pi(output) - bonus * H`, a mean over tokens; A is the reward normalised in its group."""
-        reward_B = torch.tensor([r for r, _ in self._rewards(prompts, output_BT)])
-        advantage_B = group_advantages(reward_B.view(-1, self.settings.group_size)).flatten()
+        reward_PG = torch.tensor([r for r, _ in self._rewards(prompts, output_BT)]).view(-1, self.settings.group_size)
+        self._updates += 1
+        kept_B = self._kept(reward_PG).repeat_interleave(self.settings.group_size)
+        if not kept_B.any():
+            return  # no prompt has any reward variance
+        advantage_B = group_advantages(reward_PG).flatten()
         logp_BTV = output_logits(self.policy, torch.cat([prompt_BL, output_BT], dim=1)).log_softmax(-1)
-        mask_BT = _mask(output_BT)
+        mask_BT = _mask(output_BT) * kept_B[:, None]
         chosen_BT = logp_BTV.gather(-1, output_BT[..., None])[..., 0]
         entropy_BT = -(logp_BTV.exp() * logp_BTV).sum(-1)
         objective_BT = advantage_B[:, None] * chosen_BT + self.settings.entropy_bonus * entropy_BT
@@ -90,10 +103,17 @@ class DemoTraining:
         self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
-        self._updates += 1
         for group in self._optimizer.param_groups:
             group["lr"] = self.settings.lr * min(1.0, self._updates / max(1, self.settings.lr_ramp))
         self._optimizer.step()
+
+    def _kept(self, reward_PG: Tensor) -> Tensor:
+        """Which prompts the update uses, bool [P]."""
+        if self.settings.filter_rho is None:
+            return torch.ones(len(reward_PG), dtype=torch.bool)
+        kept_P = torch.zeros(len(reward_PG), dtype=torch.bool)
+        kept_P[torch.from_numpy(snr_filter_preview(reward_PG.numpy(), rho=self.settings.filter_rho).kept)] = True
+        return kept_P
 
     def _rewards(self, prompts: list[task.Prompt], output_BT: Tensor) -> list[tuple[float, bool]]:
         """(reward, solved) of each output."""
