@@ -182,6 +182,53 @@ def test_cost_counts_by_hand() -> None:
     assert "6 pairs: 50 tokens" in cost.describe()
 
 
+def prefixes(sequence: IntArray) -> set[tuple[int, ...]]:
+    """All non-empty beginnings of a sequence."""
+    return {tuple(sequence[:n].tolist()) for n in range(1, sequence.size + 1)}
+
+
+@given(st.lists(sequences, min_size=1, max_size=5), trace_sets, st.sampled_from([1, 8, 64, 1000]), st.randoms())
+@settings(max_examples=40, deadline=None)
+def test_the_floor_is_the_set_of_what_must_be_known(
+    contexts: list[IntArray], traces: list[IntArray], budget: int, random: Any
+) -> None:
+    """A set of (context, beginning of a trace) pairs cannot count a shared node twice, nor forget one."""
+    contexts, traces = [*contexts, contexts[0]], [*traces, traces[0], array([])]
+    whole = [[True] * len(contexts) for _ in traces]
+    some = [[random.random() < 0.5 for _ in contexts] for _ in traces]
+    for scored in (whole, some):
+        wanted = {
+            (tuple(contexts[j].tolist()), tuple(traces[i].tolist()))
+            for i, row in enumerate(scored)
+            for j, here in enumerate(row)
+            if here and traces[i].size
+        }
+        read = {(x, p) for x, z in wanted for p in prefixes(array(list(z))[:-1])}
+        rows = {(x, p) for x, z in wanted for p in [(), *prefixes(array(list(z))[:-1])]}
+        heads = set().union(*(prefixes(array(list(x))) for x, _ in wanted))
+        work = WorkModel(max_tokens=budget)
+        cost = estimate_cost(contexts, traces, scored_NP=np.array(scored), work=work)
+        if scored is whole:
+            assert (cost.floor_tokens, cost.floor_rows) == (len(heads) + len(read), len(rows))
+        assert cost.naive_tokens == sum(
+            contexts[j].size + traces[i].size
+            for i, row in enumerate(scored)
+            for j, here in enumerate(row)
+            if here and traces[i].size
+        )
+        # What runs covers what must, and each pass holds no node twice.
+        unique = Unique.of(contexts, traces, np.array(scored))
+        ran = 0
+        for group in plan_groups(unique, work):
+            steps = list(group.steps)
+            ran += group.context_G.size * sum(step.n_tokens for step in steps)
+            for number, step in enumerate(steps):
+                paths = {tuple(tokens_before(steps, number, node)) for node in range(step.n_tokens)}
+                assert len(paths) == step.n_tokens
+        assert len(read) <= ran <= sum(len(z) - 1 for _, z in wanted)
+        assert cost.tokens >= len(heads) + len(read)
+
+
 def test_cost_of_some_cells() -> None:
     contexts, traces = [array([1, 2]), array([3])], [array([5, 6]), array([7])]
     cost = estimate_cost(contexts, traces, scored_NP=np.array([[True, False], [False, True]]))
