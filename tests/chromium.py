@@ -18,6 +18,7 @@ import pytest
 
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(EXECUTABLE is None, reason="Chromium is not installed")
+READY = "document.body.dataset.ready"
 SECONDS = 90  # for one answer: other tests may have all the cores
 
 
@@ -36,9 +37,7 @@ class Chromium:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars"]
         options += ["--disable-background-networking", "--no-first-run", "--disable-extensions", "--disable-sync"]
         options += [f"--user-data-dir={folder / 'profile'}", "about:blank"]
-        self._pid = os.posix_spawn(
-            EXECUTABLE, [EXECUTABLE, *options], os.environ, file_actions=actions, setpgroup=0
-        )
+        self._pid = os.posix_spawn(EXECUTABLE, [EXECUTABLE, *options], os.environ, file_actions=actions, setpgroup=0)
         os.close(child_in)
         os.close(child_out)
         self._buffer = b""
@@ -75,7 +74,7 @@ class Chromium:
         line, self._buffer = self._buffer.split(b"\0", 1)
         return dict(json.loads(line))
 
-    def open(self, url: str, *, width: int = 1280, height: int = 900, ready: str = "document.body.dataset.ready") -> None:
+    def open(self, url: str, *, width: int = 1280, height: int = 900, ready: str = READY) -> None:
         """A new page at `url`, until `ready` is true. Events so far are forgotten."""
         self._session = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -150,9 +149,10 @@ class Chromium:
     def problems(self) -> list[str]:
         """Errors and warnings of the console, and exceptions."""
         self.evaluate("0")  # whatever was on its way has arrived before this answer
-        said = [str(event["args"]) for event in self.of("Runtime.consoleAPICalled") if event["type"] in ("error", "warning")]
+        bad = ("error", "warning")
+        said = [str(event["args"]) for event in self.of("Runtime.consoleAPICalled") if event["type"] in bad]
         thrown = [str(event["exceptionDetails"]) for event in self.of("Runtime.exceptionThrown")]
-        logged = [event["entry"]["text"] for event in self.of("Log.entryAdded") if event["entry"]["level"] in ("error", "warning")]
+        logged = [event["entry"]["text"] for event in self.of("Log.entryAdded") if event["entry"]["level"] in bad]
         return said + thrown + logged
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from collapsediag.console import printable
 from collapsediag.errors import MetricError, RunFolderError, SettingsError
@@ -22,12 +23,13 @@ from collapsediag.run_folder import read_records
 
 # A page holds no more scored steps than anyone steps through; they are spread evenly over the run.
 MAX_SCORED = 60
+OUT = "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    parser.add_argument("-o", "--out", default="report.html", metavar="FILE", help="file to write (default report.html)")
+    parser.add_argument("-o", "--out", default=OUT, metavar="FILE", help=f"file to write (default {OUT})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,13 +52,16 @@ def build_page(runs: Sequence[str]) -> str:
         [scored_payload(run, step) for step in spread(one["scored_steps"], MAX_SCORED // len(runs) or 1)]
         for run, one in zip(runs, series, strict=True)
     ]
-    comparison = None
-    if len(runs) > 1:
-        try:
-            comparison = compare_runs({name: read_records(run) for run, name in zip(runs, names, strict=True)}).to_json()
-        except MetricError:
-            comparison = None  # no outcome in common: the page says so
-    return page_html(series, scored, comparison=comparison)
+    return page_html(series, scored, comparison=_comparison(runs, names))
+
+
+def _comparison(runs: Sequence[str], names: Sequence[str]) -> dict[str, Any] | None:
+    if len(runs) < 2:
+        return None
+    try:
+        return compare_runs({name: read_records(run) for run, name in zip(runs, names, strict=True)}).to_json()
+    except MetricError:
+        return None  # no outcome in common: the page says so
 
 
 def short_names(runs: Sequence[str]) -> list[str]:

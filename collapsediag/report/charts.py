@@ -150,13 +150,14 @@ CHARTS = (
         key="variance_spread",
         section="signal",
         title="Spread of reward variance: bad when it falls",
-        note="Std over mean of the prompts' reward variances. Near 1.2 filtering prompts by it helped, at 0.33 it hurt.",
+        note="Std over mean of the prompts' reward variances. At 1.2 filtering prompts by it helped, at 0.33 it hurt.",
         unit="ratio",
         lines=(_with_interval("reward/variance_spread", "spread"),),
     ),
     PageChart(
         key="pass",
         section="signal",
+        is_wide=True,
         title="pass@k: bad when pass@1 rises and a large k falls",
         note="Chance that at least one of k rollouts solves the prompt.",
         unit="fraction",
@@ -186,6 +187,7 @@ CHARTS = (
     PageChart(
         key="token_entropy",
         section="behaviour",
+        is_wide=True,
         title="Token entropy: bad when it falls to 0",
         note="Of the next-token distribution. The top 20% of tokens, where the text forks, lie above their line.",
         unit="nats/token",

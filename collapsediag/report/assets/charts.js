@@ -13,12 +13,12 @@ class Chart {
   constructor(definition, options = {}) {
     this.definition = definition;
     this.options = options;
-    this.height = options.height ?? (definition.is_wide ? WIDE_HEIGHT : HEIGHT);
+    this.height = options.height ?? (definition.gap ? WIDE_HEIGHT : HEIGHT);
     const [name, bad] = definition.title.split(/: (.*)/s);
     const title = el('h3', {}, bad ? `${name}: ` : name, bad ? el('em', {}, bad) : null);
-    this.told = el('p', { class: 'told' });
+    this.told = el('p', { class: definition.lines.length > 2 && !definition.is_wide ? 'told two-lines' : 'told' });
     this.plot = el('div', { class: 'plot' });
-    const unit = ['ratio', 'count'].includes(definition.unit) ? '' : ` In ${definition.unit === 'fraction' ? 'shares of 1' : definition.unit}.`;
+    const unit = ['ratio', 'count', 'fraction'].includes(definition.unit) ? '' : ` In ${definition.unit}.`;
     this.note = definition.note ? el('p', { class: 'note' }, definition.note + unit) : null;
     this.figure = el('figure', { class: definition.is_wide ? 'chart wide' : 'chart', 'data-chart': definition.key }, title, this.told, this.plot, this.note);
     charts.push(this);
@@ -82,7 +82,7 @@ class Chart {
     }
     extent(this.definition.reach ?? [], found);
     if (found[0] > found[1]) return [0, 1];
-    if (found[0] === found[1]) return [found[0] - 0.5, found[1] + 0.5];
+    if (found[0] === found[1]) return found[0] === 0 ? [0, 1] : [found[0] - 0.5, found[1] + 0.5];
     const pad = (found[1] - found[0]) * 0.04;
     // An axis that begins at 0 begins there exactly; so does one that ends at the largest possible share.
     return [found[0] === 0 ? 0 : found[0] - pad, this.definition.unit === 'fraction' && found[1] === 1 ? 1 : found[1] + pad];
@@ -132,7 +132,9 @@ class Chart {
     const { gap } = this.definition;
     if (gap && !isComparing() && curves.length === 2) area(curves[1].points, curves[0].points, 'gap');
     for (const { run: one, line, style, isBold } of curves) {
-      if (gap || !line.low || !isBold || !one.columns[withDraw(line.low)]) continue;
+      // The band of the first line alone: more of them would hide each other.
+      const hasBand = line === this.definition.lines[0] && line.low && one.columns[withDraw(line.low)];
+      if (gap || !isBold || !hasBand) continue;
       area(curve(one, withDraw(line.low)), curve(one, withDraw(line.high)), style);
     }
     return nodes;

@@ -56,9 +56,11 @@ class RegimeMap {
     extent(borders ? [borders.entropy] : [], x);
     extent(borders ? [borders.mi, 0] : [0], y);
     const pad = [(x[1] - x[0] || 1) * 0.14, (y[1] - y[0] || 1) * 0.1];
-    const [low, high] = [[Math.max(0, x[0] - 1.6 * pad[0]), y[0] - pad[1]], [x[1] + pad[0], y[1] + pad[1]]];
-    this.low = low;
-    this.high = high;
+    const high = [x[1] + pad[0], y[1] + pad[1]];
+    const low = [Math.max(0, x[0] - pad[0]), y[0] - pad[1]];
+    // The region of low entropy keeps a quarter of the width, also while nothing is in it.
+    if (borders) low[0] = clamp(borders.entropy - (high[0] - borders.entropy) / 3, 0, low[0]);
+    Object.assign(this, { low, high });
     this.right = this.width - MAP_MARGIN.right;
     this.bottom = this.height - MAP_MARGIN.bottom;
     this.toX = value => MAP_MARGIN.left + ((value - low[0]) / (high[0] - low[0])) * (this.right - MAP_MARGIN.left);
@@ -69,17 +71,18 @@ class RegimeMap {
     if (!borders) return [];
     const xs = [MAP_MARGIN.left, this.toX(borders.entropy), this.right];
     const ys = [this.bottom, this.toY(borders.mi), MAP_MARGIN.top];
-    return REGIONS.flatMap(region => {
+    const drawn = REGIONS.map(region => {
       const [x, width] = [xs[region.x], xs[region.x + 1] - xs[region.x]];
       const [y, height] = [ys[region.y + 1], ys[region.y] - ys[region.y + 1]];
       const label = { class: `region-name ${region.class}`, x: region.x ? x + width - 7 : x + 7, 'text-anchor': region.x ? 'end' : 'start' };
       const lines = width < 140 ? region.name.split(' ') : [region.name];
       const top = region.y ? y + 16 : y + height - 8 - (lines.length - 1) * 13;
-      return [
-        svg('rect', { class: `region ${region.class}`, x, y, width, height }),
-        ...lines.map((line, i) => svg('text', { ...label, y: top + 13 * i }, line)),
-      ];
+      return {
+        area: svg('rect', { class: `region ${region.class}`, x, y, width, height }),
+        names: lines.map((line, i) => svg('text', { ...label, y: top + 13 * i }, line)),
+      };
     });
+    return [...drawn.map(({ area }) => area), ...drawn.flatMap(({ names }) => names)];
   }
 
   axes() {

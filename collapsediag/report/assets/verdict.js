@@ -11,8 +11,7 @@ function showVerdict() {
     el('h1', { class: `status-${verdict.status}` }, verdict.title),
     lead ? el('p', { class: 'lead' }, `${lead.evidence} ${lead.meaning}`) : el('p', { class: 'lead' }, calmWords(one)),
     el('dl', { class: 'answers' }, ...answers(one, lead)),
-    live(one),
-    failures(one),
+    ...[live(one), failures(one)].filter(Boolean),
     checks(verdict),
   );
 }
