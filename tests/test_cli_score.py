@@ -64,6 +64,26 @@ def test_the_main_job(score: Callable[..., tuple[int, str]], tmp_path: Path) -> 
     assert read_run(tmp_path / "run")["settings"]["max_traces"] == 64
 
 
+def test_a_budget_of_prompts_per_trace(score: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    code, said = score(rows(steps=(1, 2)), "--budget", 1)
+    assert code == 0
+    (cost, _) = [line for line in said.splitlines() if "tokens to run" in line]
+    assert cost.startswith("12 pairs: ")
+    assert "; the whole matrix: 18 pairs, " in cost
+    whole = score(rows(steps=(1, 2)), out=tmp_path / "whole")[1]
+    assert f"{cost.rpartition(', ')[2].split()[0]} tokens to run" in whole.replace("pairs: ", "pairs, ")
+    found, exact = (read_matrix(tmp_path / name, 2, "first_turn") for name in ("run", "whole"))
+    assert found.scored_NP.sum(axis=1).tolist() == [2] * 6
+    assert found.scored_NP[range(6), found.own_N].all()
+    assert found.logp_NP[found.scored_NP] == pytest.approx(exact.logp_NP[found.scored_NP], abs=1e-4)
+    names = {name.rpartition("/")[2] for name in read_records(tmp_path / "run")[-1].values}
+    assert {"retrieval_accuracy_subset", "mi_estimate"} <= names
+    assert "retrieval_accuracy" not in names
+    code, said = score(rows(steps=(1, 2, 3)), "--resume", "--budget", 2)
+    assert code == 2
+    assert "--budget was 1 and now is 2" in said
+
+
 # -- rollouts --------------------------------------------------------------------------------------------------------
 
 GOOD = "".join(json.dumps(row) + "\n" for row in rows()).encode()
@@ -260,6 +280,8 @@ def test_vocabularies_that_differ_and_weights_that_are_nan(
         (("--open-tag", ""), "is blank"),
         (("--open-tag", "\ud800"), "half a character"),
         (("--max-contexts", "1"), "at least two prompts"),
+        (("--budget", "0"), "at least 1 is needed"),
+        (("--budget", "1", "--definition", "ragen"), "--definition ragen needs every cell of the matrix"),
         (("--gguf-file", "y.gguf"), "holds no y.gguf"),
         (("--tokenizer", "/nowhere/x"), "no such folder or file"),
     ],

@@ -179,13 +179,14 @@ def values_by_step(run: Path) -> dict[int, dict[str, float]]:
     return records
 
 
+@pytest.mark.parametrize("options", [[], ["--budget", "1"]], ids=["whole", "budget"])
 def test_the_command_gives_the_same_records_and_goes_on_where_it_was_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_policy(tmp_path / "policy")
     write_rollouts(tmp_path / "two.jsonl", range(1, 3))
     write_rollouts(tmp_path / "four.jsonl", range(1, 5))
-    common = ["--model", str(tmp_path / "policy"), "--device", "cpu", "--reasoning", "completion"]
+    common = ["--model", str(tmp_path / "policy"), "--device", "cpu", "--reasoning", "completion", *options]
 
     def score(rollouts: str, out: str, *more: str) -> None:
         assert main(["score", str(tmp_path / rollouts), "--out", str(tmp_path / out), *common, *more]) == 0

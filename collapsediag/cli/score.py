@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches, finite, require_tokenizer
+from collapsediag.cli.score_progress import ProgressScorer
 from collapsediag.console import printable, summary_lines
 from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.findings import judge
 from collapsediag.findings.words import verdict_lines
-from collapsediag.matrix import FloatArray, LogLikelihoodMatrix
 from collapsediag.monitor import Monitor
-from collapsediag.pairs import NAMESPACES, DropReason, PairSettings, ScoringPairs
+from collapsediag.pairs import NAMESPACES, DropReason, PairSettings
 from collapsediag.record import Provenance, Record
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.run_folder import METRICS_FILE, RUN_FILE, check_writable, read_records, read_run
@@ -59,6 +59,7 @@ CHANGES_NUMBERS = (
     "max_traces",
     "max_contexts",
     "max_pairs",
+    "budget",
     "max_trace_tokens",
     "max_context_tokens",
     "seed",
@@ -99,6 +100,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--max-contexts", type=_limit, default=DEFAULT_MAX_CONTEXTS, metavar="P", help="per step; 0: all")
     what.add_argument("--max-pairs", type=_limit, metavar="N", help="traces x contexts per step; 0: no limit")
+    what.add_argument(
+        "--budget",
+        type=_count,
+        metavar="K",
+        help="score each trace under its own prompt and K others only (default: all; what that costs in accuracy is in "
+        "docs/scoring.md)",
+    )
     what.add_argument("--max-trace-tokens", type=_limit, metavar="N", help="longer traces are left out and counted")
     what.add_argument("--max-context-tokens", type=_limit, metavar="N", help="longer prompts are left out and counted")
     what.add_argument("--seed", type=int, default=0, help="of the draw of traces (default 0)")
@@ -127,6 +135,14 @@ def _limit(text: str) -> int | None:
     return value or None
 
 
+def _count(text: str) -> int:
+    """A number of things on the command line, at least one."""
+    value = _limit(text)
+    if value is None:
+        raise argparse.ArgumentTypeError("0 is too few; at least 1 is needed")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     """Score, record, and print the last step's table."""
     from rich.console import Console
@@ -135,6 +151,8 @@ def run(args: argparse.Namespace) -> int:
 
     # Lines are not wrapped: a log is searched by line, and a terminal wraps by itself.
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if args.budget is not None and args.definition == "ragen":
+        raise SettingsError("--definition ragen needs every cell of the matrix; leave out --budget.")
     recorded = _recorded(args)
     # The first step is read before the model is loaded: a wrong file must not cost a minute.
     next(batches(args), None)
@@ -239,7 +257,14 @@ def _model_monitor(args: argparse.Namespace, model: Any, tokenizer: Any, console
     scorer = HFScorer(model, temperature=args.temperature, token_budget=args.token_budget)
     provenance = provenance_of(args, next(model.parameters()))
     sinks = [JsonlSink(args.out, resume=args.resume, provenance=provenance)]
-    return monitor_of(args, ProgressScorer(scorer, console), tokenizer, scorer.max_tokens, sinks)
+    return monitor_of(args, budgeted(args, ProgressScorer(scorer, console)), tokenizer, scorer.max_tokens, sinks)
+
+
+def budgeted(args: argparse.Namespace, scorer: Any) -> Scorer:
+    """The scorer, asked for as many prompts per trace as the command line says."""
+    from collapsediag.scoring.budget import BudgetScorer
+
+    return scorer if args.budget is None else BudgetScorer(scorer, args.budget, seed=args.seed)
 
 
 def provenance_of(args: argparse.Namespace, parameter: Any) -> Provenance:
@@ -277,41 +302,6 @@ def monitor_of(
         seed=args.seed,
         on_error="raise",
     )
-
-
-class ProgressScorer:
-    """The model's scorer with its cost said beforehand and a bar while it works."""
-
-    def __init__(self, scorer: Any, console: Console) -> None:
-        self._scorer = scorer
-        self._console = console
-
-    def score(self, pairs: ScoringPairs) -> LogLikelihoodMatrix:
-        """Score with a progress bar; see Scorer.score."""
-        return self.score_with_tokens(pairs, ())[0]
-
-    def score_with_tokens(
-        self, pairs: ScoringPairs, rows: Sequence[int]
-    ) -> tuple[LogLikelihoodMatrix, list[FloatArray]]:
-        """Score with a progress bar; see TokenScorer.score_with_tokens."""
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self._console.print(self._scorer.estimate(pairs).describe())
-        columns = (
-            TextColumn("scoring"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("elapsed,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task("", total=None)
-            found: tuple[LogLikelihoodMatrix, list[FloatArray]] = self._scorer.score_with_tokens(
-                pairs, rows, progress=lambda done, total: progress.update(task, completed=done, total=total)
-            )
-        return found
 
 
 def report_step(console: Console, batch: RolloutBatch, record: Record) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from collapsediag.cli.rollout_arguments import batches, require_tokenizer
-from collapsediag.cli.score import finish, monitor_of, provenance_of, report_step, steps_done
+from collapsediag.cli.score import budgeted, finish, monitor_of, provenance_of, report_step, steps_done
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import PairSettings, resolve_reasoning
@@ -114,7 +114,7 @@ def worker_maker(args: argparse.Namespace, reasoning: str) -> Callable[[], Calla
             dtype=settings.dtype,
         )
         scorer = HFScorer(model, temperature=settings.temperature, token_budget=settings.token_budget)
-        keeping = KeepingScorer(scorer)
+        keeping = KeepingScorer(budgeted(settings, scorer))
         monitor = monitor_of(settings, keeping, tokenizer, scorer.max_tokens, [])
         parameter = next(model.parameters())
 
