@@ -5,6 +5,7 @@
       metrics.jsonl               one record a line; the source of truth
       matrices/STEP-NAMESPACE.npz
       traces/STEP.jsonl           a bounded sample of traces
+      writer.json                 the process that has the run open; gone once it has closed it
 
 A line in metrics.jsonl is written last and flushed, so every record that can be read has its matrix and traces beside
 it. Everything else is written to a temporary name and renamed. No pickle anywhere.
@@ -22,6 +23,7 @@ from typing import IO, Any
 from collapsediag.errors import RunFolderError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.record import SCHEMA_VERSION, Provenance, Record
+from collapsediag.run_writer import WRITER_FILE, Writer, writer_json, writer_of
 
 logger = logging.getLogger("collapsediag")
 
@@ -86,6 +88,8 @@ class RunStore:
             os.fsync(self._stream.fileno())
             self._stream.close()
             self._stream = None
+            if writer_of(self.path) == Writer.here():
+                (self.path / WRITER_FILE).unlink(missing_ok=True)
 
     def __enter__(self) -> RunStore:
         return self
@@ -108,6 +112,7 @@ class RunStore:
             provenance = self._provenance or Provenance.collect()
             content = json.dumps(provenance.to_json(), indent=2, default=str).encode()
             _replace(self.path / RUN_FILE, content + b"\n")
+        _replace(self.path / WRITER_FILE, writer_json(Writer.here()))
         stream = open(metrics, "ab")  # noqa: SIM115  stays open for the life of the run
         self._stream = stream
         if stream.tell() and not _ends_with_newline(metrics):

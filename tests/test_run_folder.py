@@ -23,6 +23,7 @@ from collapsediag.run_folder import (
     read_run,
     read_traces,
 )
+from collapsediag.run_writer import WRITER_FILE, Writer, writer_of
 
 
 def matrix() -> LogLikelihoodMatrix:
@@ -192,3 +193,55 @@ def test_a_step_that_could_not_be_written_leaves_the_earlier_ones(
     store.append(record(3))
     store.close()
     assert [r.step for r in read_records(tmp_path)] == [1, 3]
+
+
+# -- who writes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_names_its_writer_while_it_is_open(tmp_path: Path) -> None:
+    with RunStore(tmp_path) as store:
+        assert writer_of(tmp_path) is None  # nothing has been written yet
+        store.append(record(1))
+        assert writer_of(tmp_path) == Writer.here()
+    assert writer_of(tmp_path) is None
+    store.close()
+    assert not (tmp_path / WRITER_FILE).exists()
+
+
+def test_a_killed_writer_is_seen_to_be_gone_even_before_it_is_buried_and_the_next_one_takes_over(
+    tmp_path: Path,
+) -> None:
+    code = textwrap.dedent(f"""
+        import time
+        from collapsediag.record import Record
+        from collapsediag.run_folder import RunStore
+        RunStore({str(tmp_path)!r}).append(Record(step=1, values={{}}))
+        print("written", flush=True)
+        time.sleep(60)
+    """)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        writer = writer_of(tmp_path)
+        assert writer is not None
+        assert (writer.pid, writer.is_alive) == (process.pid, True)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert writer.is_alive is False  # a zombie, which still has its number
+    assert writer.is_alive is False
+    with RunStore(tmp_path, resume=True) as store:
+        store.append(record(2))
+        assert writer_of(tmp_path) == Writer.here()
+
+
+def test_a_process_that_has_anothers_number_is_not_the_writer() -> None:
+    here = Writer.here()
+    assert Writer(host=here.host, pid=here.pid, started="1").is_alive is False
+    assert Writer(host=here.host, pid=here.pid, started=None).is_alive is True
+    assert Writer(host="elsewhere", pid=here.pid, started=here.started).is_alive is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "a"}', '{"host": "a", "pid": null, "started": null}'])
+def test_a_damaged_writer_file_names_nobody(tmp_path: Path, content: str) -> None:
+    (tmp_path / WRITER_FILE).write_text(content)
+    assert writer_of(tmp_path) is None
