@@ -69,13 +69,16 @@ _ENVIRONMENT = re.compile(r"^env/([^/]+)/")
 _ABOUT = ("model", "tokenizer", "device", "dtype", "versions", "created")
 
 
-def series_payload(run: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
+def series_payload(
+    run: str | os.PathLike[str], *, name: str | None = None, records: Sequence[Record] | None = None
+) -> dict[str, Any]:
     """A run's numbers over its steps, judged; the keys are in the module's docstring.
 
     name: what the page calls the run; the folder's name where not given.
+    records: those of the run, in order, where they have been read already.
     Raises RunFolderError where `run` is no run folder, or has no record yet.
     """
-    records = read_records(run)
+    records = read_records(run) if records is None else records
     if not records:
         raise RunFolderError(f"{run}: no step has been recorded yet; there is nothing to show.")
     about = read_run(run)
