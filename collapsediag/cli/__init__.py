@@ -26,6 +26,7 @@ COMMANDS = {
     "score": "saved rollouts and a policy in, collapse metrics out",
     "preflight": "one batch of rollouts before training: what would go wrong",
     "report": "one self-contained page that explains a run, or several",
+    "dashboard": "the same page, following a run while it is written",
     "compare": "several runs: which diagnostics go with success across them",
     "doctor": "what this installation can do: versions, extras, device, a self-test of the scorer",
     "wandb-workspace": "a saved W&B workspace with the charts in the order in which they are read",
