@@ -14,17 +14,12 @@ import dataclasses
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
 
 from collapsediag.cadence import Cadence
 from collapsediag.context_bank import ContextBank
 from collapsediag.errors import CollapsediagError, MetricError, SettingsError
-from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.metrics.from_matrix import DEFINITIONS, matrix_metrics
 from collapsediag.metrics.from_rollouts import rollout_report
 from collapsediag.pairs import (
@@ -35,14 +30,16 @@ from collapsediag.pairs import (
     build_pairs,
     resolve_reasoning,
 )
-from collapsediag.record import Record, TraceSample
+from collapsediag.record import Record
 from collapsediag.resumption import REASONING_NOTE, averages_of, reasoning_of
 from collapsediag.rollouts import RolloutBatch
-from collapsediag.scoring.budget import trainer_own_logp
+from collapsediag.scoring.budget import own_logp_difference
 from collapsediag.sink_names import resolve_sinks
 from collapsediag.sinks import FanOut, Sink
 from collapsediag.spans import SpanFinder
 from collapsediag.statistics import EmaStd
+from collapsediag.step_draft import StepDraft
+from collapsediag.time_budget import MIN_CELLS, TimeBudget
 from collapsediag.trace_samples import sample_traces, sampled_rows, score_keeping
 
 if TYPE_CHECKING:
@@ -56,22 +53,6 @@ STATE_VERSION = 1
 UNDEFINED = "not defined on this matrix: no spread between traces to measure against, or too few groups for an interval"
 # Left out because not needed, which is no defect of the data.
 CHOSEN_AWAY = (DropReason.SUBSAMPLED, DropReason.NOT_DRAWN)
-
-
-@dataclass
-class _Draft:
-    """What one step has collected so far."""
-
-    values: dict[str, float] = field(default_factory=dict)
-    not_measured: dict[str, str] = field(default_factory=dict)
-    dropped: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    matrices: dict[str, LogLikelihoodMatrix] = field(default_factory=dict)
-    traces: list[TraceSample] = field(default_factory=list)
-    # Moving averages as they are after this step; a step that fails half-way must not have moved them.
-    ema: dict[str, EmaStd] = field(default_factory=dict)
-    scored: bool = False
 
 
 class Monitor:
@@ -92,6 +73,10 @@ class Monitor:
     traces_kept: how many traces of a scored step are stored for reading.
     context_bank: how many contexts of earlier batches serve as further columns, for trainers that put one prompt into
         a batch; 0 for none. They count in P, so chance and bound follow; the record's notes say how many there were.
+    time_budget: the share of the wall time that scoring may take, for example 0.02. `every` is then the closest that
+        scored steps come; due steps are put off, and where a scoring is very dear fewer traces and contexts are drawn,
+        so that chance and bound are those of fewer contexts. The record says which. The clock then decides which
+        steps are scored: two runs of one seed may differ in that.
     on_error: "record" keeps training alive whatever happens here: a failed step becomes a record with the reason and
         no values, and after three failures in a row scoring stops. "raise" is for offline use.
 
@@ -112,6 +97,7 @@ class Monitor:
         seed: int = 0,
         traces_kept: int = 32,
         context_bank: int = 0,
+        time_budget: float | None = None,
         on_error: Literal["record", "raise"] = "record",
     ) -> None:
         if on_error not in ("record", "raise"):
@@ -134,6 +120,7 @@ class Monitor:
         self._sinks = FanOut(resolve_sinks(sinks), strict=on_error == "raise")
         self._ema: dict[str, EmaStd] = {}
         self._bank = ContextBank(context_bank) if context_bank else None
+        self._time_budget = None if time_budget is None else TimeBudget(time_budget, every)
         self._last_step: int | None = None
         self._failures = 0
         self._failures_in_a_row = 0
@@ -156,7 +143,9 @@ class Monitor:
         Never raises unless on_error="raise".
         """
         started = time.perf_counter()
-        draft = _Draft()
+        draft = StepDraft()
+        if self._time_budget is not None:
+            self._time_budget.begin_step(started)
         try:
             self._measure(step, batch, score, draft)
         except Exception as error:
@@ -169,7 +158,9 @@ class Monitor:
                 self._failures_in_a_row = 0
             self._ema.update(draft.ema)
             draft.values["timing_s/collapse_step"] = time.perf_counter() - started
-            record = self._finish(step, draft)
+            if self._failures:
+                draft.values["collapse/failures"] = float(self._failures)
+            record = draft.record(step)
         self._last_step = step
         self._sinks.write(record)
         return record
@@ -203,6 +194,7 @@ class Monitor:
             "failures": self._failures,
             "failures_in_a_row": self._failures_in_a_row,
             **({} if self._bank is None else {"context_bank": self._bank.state_dict()}),
+            **({} if self._time_budget is None else {"time_budget": self._time_budget.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -223,6 +215,8 @@ class Monitor:
         self._failures_in_a_row = state["failures_in_a_row"]
         if self._bank is not None:
             self._bank.load_state_dict(state.get("context_bank", {}))
+        if self._time_budget is not None and "time_budget" in state:
+            self._time_budget.load_state_dict(state["time_budget"])
 
     def continue_from(self, records: Iterable[Record]) -> None:
         """Continue a run from what it recorded, for offline jobs that keep no checkpoint.
@@ -241,7 +235,7 @@ class Monitor:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _measure(self, step: int, batch: RolloutBatch, score: bool | None, draft: _Draft) -> None:
+    def _measure(self, step: int, batch: RolloutBatch, score: bool | None, draft: StepDraft) -> None:
         begun = time.perf_counter()
         report = rollout_report(batch, tokenizer=self.tokenizer, seed=self.seed, **self.rollout_options)
         draft.values.update(report.values)
@@ -253,17 +247,42 @@ class Monitor:
             self._fill_bank(batch)
             return
         begun = time.perf_counter()
-        for namespace in self._namespaces(batch):
-            self._score(batch, namespace, draft)
-        draft.values["timing_s/collapse_score"] = time.perf_counter() - begun
+        try:
+            self._score_all(batch, draft)
+        finally:
+            seconds = draft.values["timing_s/collapse_score"] = time.perf_counter() - begun
+            if self._time_budget is not None:
+                # What failed took its time all the same.
+                self._time_budget.charge(seconds, draft.n_cells)
+                self._time_budget.look(begun + seconds)
+                draft.values["collapse/scoring_time_share"] = self._time_budget.spent_share
 
-    def _is_scored(self, step: int, score: bool | None, draft: _Draft) -> bool:
+    def _score_all(self, batch: RolloutBatch, draft: StepDraft) -> None:
+        namespaces = self._namespaces(batch)
+        cells = None if self._time_budget is None else self._time_budget.max_cells
+        settings = self.pair_settings
+        if cells is not None:
+            cells = max(MIN_CELLS, cells // len(namespaces))
+            settings = dataclasses.replace(settings, max_pairs=min(cells, settings.max_pairs or cells))
+            draft.notes.append(
+                f"time_budget: at most {cells} cells (traces x contexts) a draw were scored, so that scored steps come "
+                "often enough; chance and bound are those of the contexts that were"
+            )
+        for namespace in namespaces:
+            self._score(batch, namespace, draft, settings)
+
+    def _is_scored(self, step: int, score: bool | None, draft: StepDraft) -> bool:
         due = score if score is not None else self._last_step is None or self.cadence.is_due(step, self._last_step)
         if not due or self.scorer is None:
             return False
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW and self.on_error == "record":
             draft.not_measured["scoring"] = f"switched off after {MAX_FAILURES_IN_A_ROW} failures in a row"
             return False
+        if self._time_budget is not None and score is None and self._last_step is not None:
+            refusal = self._time_budget.refusal()
+            if refusal is not None:
+                draft.not_measured["scoring"] = refusal
+                return False
         return True
 
     def _namespaces(self, batch: RolloutBatch) -> tuple[str, ...]:
@@ -271,9 +290,9 @@ class Monitor:
         multi_turn = any(len(rollout.turns) > 1 for rollout in batch)
         return NAMESPACES if multi_turn else NAMESPACES[:1]
 
-    def _score(self, batch: RolloutBatch, namespace: str, draft: _Draft) -> None:
+    def _score(self, batch: RolloutBatch, namespace: str, draft: StepDraft, settings: PairSettings) -> None:
         assert self.scorer is not None
-        pairs = self._pairs(batch, namespace, draft)
+        pairs = self._pairs(batch, namespace, draft, settings)
         key = f"collapse_{namespace}_sample"
         if pairs.shortfall is not None:
             draft.not_measured[key] = pairs.shortfall
@@ -281,8 +300,11 @@ class Monitor:
         rows = sampled_rows(pairs.n_traces, self.traces_kept, self.seed, batch.step)
         scored = score_keeping(self.scorer, pairs, rows)
         matrix = scored.matrix
-        draft.scored = True
-        self._check_own(batch, pairs, matrix, draft)
+        draft.n_cells += matrix.logp_NP.size
+        off = own_logp_difference(pairs, batch, matrix, getattr(self.scorer, "temperature", 1.0))
+        if off is not None:
+            name = "collapse/own_logp_difference"
+            draft.values[name] = max(draft.values.get(name, 0.0), off)
         ema = draft.ema[namespace] = copy.deepcopy(self._ema.get(namespace, EmaStd()))
         try:
             values = matrix_metrics(matrix, ema=ema, definition=self.definition, seed=self.seed)
@@ -297,21 +319,21 @@ class Monitor:
         draft.matrices[namespace] = matrix
         draft.traces.extend(sample_traces(batch, pairs, scored, self.tokenizer, DEFINITIONS[self.definition].mixture))
 
-    def _pairs(self, batch: RolloutBatch, namespace: str, draft: _Draft) -> ScoringPairs:
+    def _pairs(self, batch: RolloutBatch, namespace: str, draft: StepDraft, settings: PairSettings) -> ScoringPairs:
         finder = self._span_finder(batch)
         if self._reasoning == "auto":
-            choice = resolve_reasoning(batch, settings=self.pair_settings, tokenizer=finder)
+            choice = resolve_reasoning(batch, settings=settings, tokenizer=finder)
             self._reasoning = choice.mode
             draft.notes.append(f"{REASONING_NOTE}{choice.mode}: {choice.reason}")
         pairs = build_pairs(
             batch,
-            settings=self.pair_settings.with_reasoning(self._reasoning),
+            settings=settings.with_reasoning(self._reasoning),
             tokenizer=finder,
             namespace=namespace,
             seed=self.seed,
         )
         if self._bank is not None:
-            own, pairs = pairs, self._bank.extended(pairs, self.pair_settings.max_total_tokens)
+            own, pairs = pairs, self._bank.extended(pairs, settings.max_total_tokens)
             self._bank.add(own)
         for reason, count in pairs.dropped.items():
             draft.dropped[f"{namespace}/{reason.value}"] += count
@@ -325,17 +347,7 @@ class Monitor:
             return
         for namespace in self._namespaces(batch):
             if not self._bank.is_full(namespace):
-                self._pairs(batch, namespace, _Draft())
-
-    def _check_own(self, batch: RolloutBatch, pairs: ScoringPairs, matrix: LogLikelihoodMatrix, draft: _Draft) -> None:
-        if batch.temperature not in (1.0, getattr(self.scorer, "temperature", 1.0)):
-            return
-        given_N = trainer_own_logp(pairs, dataclasses.replace(batch, temperature=1.0))
-        own_N = matrix.logp_NP[np.arange(matrix.n_traces), matrix.own_N]
-        off_N = np.abs(own_N - given_N) / np.maximum(matrix.length_N, 1)
-        if np.isfinite(off_N).any():
-            name = "collapse/own_logp_difference"
-            draft.values[name] = max(draft.values.get(name, 0.0), float(np.nanmax(off_N)))
+                self._pairs(batch, namespace, StepDraft(), self.pair_settings)
 
     def _span_finder(self, batch: RolloutBatch) -> SpanFinder | None:
         # One for the run: it learns the vocabulary as it goes.
@@ -355,22 +367,6 @@ class Monitor:
                 "step %d: %d of %d traces cannot be scored (%s); %d were. Said once, every record counts them.",
                 *(step, sum(left_out.values()), total, listed, pairs.n_traces),
             )
-
-    # -- results -----------------------------------------------------------------------------------------------------
-
-    def _finish(self, step: int, draft: _Draft) -> Record:
-        if self._failures:
-            draft.values["collapse/failures"] = float(self._failures)
-        return Record(
-            step=step,
-            values=draft.values,
-            not_measured=draft.not_measured,
-            dropped=dict(draft.dropped),
-            notes=tuple(draft.notes),
-            time=time.time(),
-            matrices=draft.matrices,
-            traces=tuple(draft.traces),
-        )
 
     def _failed(self, step: int, error: Exception) -> Record:
         self._failures += 1

@@ -30,6 +30,20 @@ register(
         family="bookkeeping",
         needs="per-token log-probabilities in the batch",
     ),
+    MetricInfo(
+        name="collapse/scoring_time_share",
+        title="Scoring's share of the wall time so far",
+        unit="fraction",
+        bad="none",
+        bounds=(0, 1),
+        description=(
+            "Seconds spent on scoring since the run began, over all seconds since then in which it ran. Starts near 1 "
+            "at the first step, which is always scored, and is paid back before the next."
+        ),
+        source="collapsediag",
+        family="bookkeeping",
+        needs="Monitor(time_budget=...)",
+    ),
     *(
         MetricInfo(
             name=f"timing_s/collapse_{part}",

@@ -8,6 +8,7 @@ Legend: N traces (rows), P contexts (columns), U distinct (trace, own context) u
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -204,3 +205,18 @@ def trainer_own_logp(pairs: ScoringPairs, batch: RolloutBatch) -> FloatArray:
         if start >= 0 and stop <= len(whole) and np.array_equal(whole[:stop], np.concatenate([context, trace])):
             found_N[row] = float(turn.logprobs[start : start + len(trace)].sum())
     return found_N
+
+
+def own_logp_difference(
+    pairs: ScoringPairs, batch: RolloutBatch, matrix: LogLikelihoodMatrix, temperature: float = 1.0
+) -> float | None:
+    """Largest distance, nats/token, between the scores under own contexts and the trainer's own log-probs.
+
+    temperature: that of the scorer. None where the batch has no log-probs, or was sampled at another temperature.
+    """
+    if batch.temperature not in (1.0, temperature):
+        return None
+    given_N = trainer_own_logp(pairs, dataclasses.replace(batch, temperature=1.0))
+    own_N = matrix.logp_NP[np.arange(matrix.n_traces), matrix.own_N]
+    off_N = np.abs(own_N - given_N) / np.maximum(matrix.length_N, 1)
+    return float(np.nanmax(off_N)) if np.isfinite(off_N).any() else None
