@@ -28,6 +28,10 @@ DEFAULT_RESAMPLES = 1000
 DEFAULT_DRAWS = 999
 MAX_EXACT_PERMUTATIONS = 5040  # 7!: up to seven units every permutation is looked at
 DEFAULT_EMA_DECAY = 0.9
+# From so many groups on, percentiles of the bootstrap reach far enough; below, Student's t takes their place.
+MIN_PERCENTILE_GROUPS = 8
+MIN_STUDENT_GROUPS = 4
+UNBOUNDED = (-math.inf, math.inf)
 
 # A batch of resamples or draws holds at most this many numbers, so that memory does not grow with N times R.
 _CHUNK_NUMBERS = 4_000_000
@@ -123,16 +127,25 @@ def _group_weights(n_groups: int, n_resamples: int, rng: np.random.Generator) ->
 
 
 def bootstrap_interval(
-    samples_R: ArrayLike, n_groups: int, confidence: float = DEFAULT_CONFIDENCE
+    samples_R: ArrayLike,
+    n_groups: int,
+    confidence: float = DEFAULT_CONFIDENCE,
+    *,
+    bounds: tuple[float, float] = UNBOUNDED,
 ) -> tuple[float, float]:
-    """Percentile interval of bootstrap samples, widened for few groups.
+    """Percentile interval of bootstrap samples, widened for few groups; Student's t where there are very few.
+
+    bounds: what the quantity cannot leave, (0, 1) for a share. Percentiles never do; Student's t may.
 
     A plain percentile interval is too narrow by the factor sqrt((G-1)/G) and by the normal quantile standing in for
     Student's: of means over 8 groups it covers 89% where it says 95%. The percentiles taken here are
-    `Phi(-/+ sqrt(G/(G-1)) * t_{G-1})`, which tend to the plain ones as G grows; they cover 95% from 8 groups on, and
-    91% of 5 and 87% of 4, where no resample reaches far enough (simulated, normal groups).
+    `Phi(-/+ sqrt(G/(G-1)) * t_{G-1})`, which tend to the plain ones as G grows; they cover 95% from 8 groups on, but
+    91% of 5 and 87% of 4, where no resample reaches far enough (simulated, normal groups). From 4 to 7 groups the
+    interval is `mean +/- t_{G-1} * sqrt(G/(G-1)) * std` of the samples. Of 2 or 3 groups t would span everything (12.7
+    standard errors for 2): there the percentiles stay, which is the range of the groups, and covers less.
     One group says nothing about the spread between groups: (nan, nan).
-    Source: Hesterberg (2015), What Teachers Should Know About the Bootstrap, "expanded percentile interval".
+    Source: Hesterberg (2015), What Teachers Should Know About the Bootstrap, "expanded percentile interval" and
+    "t interval with bootstrap standard error".
 
     >>> bootstrap_interval([1.0, 2.0, 3.0], n_groups=1)
     (nan, nan)
@@ -142,9 +155,14 @@ def bootstrap_interval(
     if n_groups < 2 or samples.size == 0:
         return math.nan, math.nan
     t = float(special.stdtrit(n_groups - 1, 0.5 + confidence / 2))
-    tail = float(special.ndtr(-math.sqrt(n_groups / (n_groups - 1)) * t))
-    low, high = np.quantile(samples, [tail, 1 - tail])
-    return float(low), float(high)
+    widening = math.sqrt(n_groups / (n_groups - 1))
+    if MIN_STUDENT_GROUPS <= n_groups < MIN_PERCENTILE_GROUPS:
+        half = t * widening * samples.std()
+        low, high = samples.mean() - half, samples.mean() + half
+    else:
+        tail = float(special.ndtr(-widening * t))
+        low, high = np.quantile(samples, [tail, 1 - tail])
+    return float(np.clip(low, *bounds)), float(np.clip(high, *bounds))
 
 
 def group_mean_interval(
@@ -154,15 +172,16 @@ def group_mean_interval(
     confidence: float = DEFAULT_CONFIDENCE,
     n_resamples: int = DEFAULT_RESAMPLES,
     seed: int = 0,
+    bounds: tuple[float, float] = UNBOUNDED,
 ) -> tuple[float, float]:
-    """Bootstrap interval, over groups, of the plain mean of `values_N`.
+    """Bootstrap interval, over groups, of the plain mean of `values_N`; `bounds` as in `bootstrap_interval`.
 
     >>> low, high = group_mean_interval([0.0, 1.0, 0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1, 2, 2])
     >>> low < 4 / 6 < high
     True
     """
     samples = bootstrap_groups(values_N, group_N, n_resamples=n_resamples, seed=seed)
-    return bootstrap_interval(samples, len(np.unique(np.asarray(group_N))), confidence)
+    return bootstrap_interval(samples, len(np.unique(np.asarray(group_N))), confidence, bounds=bounds)
 
 
 def permutation_p_value(

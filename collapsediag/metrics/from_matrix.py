@@ -21,12 +21,15 @@ from collapsediag.metrics.rows import usable_rows
 from collapsediag.statistics import (
     DEFAULT_CONFIDENCE,
     DEFAULT_RESAMPLES,
+    UNBOUNDED,
     EmaStd,
     bootstrap_groups,
     bootstrap_interval,
 )
 
 FloatArray = NDArray[np.float64]
+
+_SHARES = ("retrieval_accuracy", "retrieval_accuracy_subset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +234,8 @@ def _intervals(
     found: dict[str, float] = {}
     for name, samples_R in samples.items():
         # A value that is not defined has no interval either.
-        low, high = bootstrap_interval(samples_R + 0.0 * values[name], n_groups, confidence)
+        bounds = (0.0, 1.0) if name in _SHARES else UNBOUNDED
+        low, high = bootstrap_interval(samples_R + 0.0 * values[name], n_groups, confidence, bounds=bounds)
         found[f"{name}/ci_low"], found[f"{name}/ci_high"] = low, high
     return found
 

@@ -85,7 +85,7 @@ def pass_at_k_metrics(
     for column, k in enumerate(wanted):
         values[f"pass@{k}"] = float(passed_PK[:, column].mean())
         if n.size > 1:
-            low, high = bootstrap_interval(samples_RK[:, column], n.size)
+            low, high = bootstrap_interval(samples_RK[:, column], n.size, bounds=(0.0, 1.0))
             values |= {f"pass@{k}/ci_low": low, f"pass@{k}/ci_high": high}
     return values
 

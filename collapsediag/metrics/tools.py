@@ -91,7 +91,7 @@ def _rollout_means(read: _Read, seed: int) -> dict[str, float]:
     group_N = group_numbers(rollout.group for _, rollout, _ in read)
     count_N = np.array([len(use.calls) for _, _, use in read], dtype=np.float64)
     rates = _share_with_interval("tools/call_rate", (count_N > 0).astype(np.float64), group_N, seed)
-    low, high = group_mean_interval(count_N, group_N, seed=seed)
+    low, high = group_mean_interval(count_N, group_N, seed=seed, bounds=(0.0, np.inf))
     name = "tools/calls_per_rollout"
     rates[name] = float(count_N.mean())
     return rates | ({f"{name}/ci_low": low, f"{name}/ci_high": high} if np.isfinite(low) else {})
@@ -119,7 +119,7 @@ def _share_with_interval(name: str, values_N: FloatArray, group_N: IntArray, see
     if values_N.min() == values_N.max():
         low, high = wilson_interval(mean * n_groups, n_groups)
     else:
-        low, high = group_mean_interval(values_N, group_N, seed=seed)
+        low, high = group_mean_interval(values_N, group_N, seed=seed, bounds=(0.0, 1.0))
     return {name: mean, f"{name}/ci_low": low, f"{name}/ci_high": high}
 
 
