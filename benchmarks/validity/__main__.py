@@ -10,13 +10,10 @@ stopped goes on where it was. The analysis writes docs/validity.md and its plots
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
-import time
 from pathlib import Path
 
-from benchmarks.validity.runs import StudyRun, study_runs
+from benchmarks.validity.pool import train_all
 
 
 def main() -> int:
@@ -29,29 +26,6 @@ def main() -> int:
     if options.out is not None:
         train_all(options.out, options.workers)
     return 0
-
-
-def train_all(out: Path, workers: int) -> None:
-    """Train every run that is not finished."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the policy is too small to be split
-    begun, runs = time.perf_counter(), study_runs()
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        jobs = pool.imap_unordered(_train, [(run, out) for run in runs])
-        for done, name in enumerate(jobs, start=1):
-            print(f"{done:3d}/{len(runs)} {name} after {time.perf_counter() - begun:.0f} s", flush=True)
-
-
-def _train(job: tuple[StudyRun, Path]) -> str:
-    import logging
-
-    import torch
-
-    from benchmarks.validity.training import train
-
-    torch.set_num_threads(1)
-    logging.getLogger("collapsediag").setLevel(logging.ERROR)
-    train(*job)
-    return job[0].name
 
 
 if __name__ == "__main__":

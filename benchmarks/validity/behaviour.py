@@ -18,6 +18,9 @@ from collapsediag.demo import task
 
 FloatArray = NDArray[np.float64]
 
+# What a policy that does not look at its prompt gets.
+CHANCE = {"success": 1 / len(task.DOORS)}
+
 
 def read_behaviour(folder: Path) -> tuple[list[int], dict[str, FloatArray]]:
     """The steps of a finished run, and each number of `behaviour` at them, [S]."""
@@ -34,6 +37,7 @@ def behaviour(shown: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) 
     reading: share of the prompt's colours that the reasoning names, minus the share of the next prompt's colours: 0 for
         reasoning that does not read its prompt, about 0.6 for reasoning that names all of its colours and no other.
     valid: has the whole format.
+    distinct: different reasonings over all outputs, by E; near 1 where they vary, 1/E where one is written for all.
     """
     parsed = [task.parse(output) for output in outputs]
     named = [_colours(one.reasoning) for one in parsed]
@@ -44,6 +48,7 @@ def behaviour(shown: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) 
         "success": float(np.mean([one.door == colours[0] for one, colours in zip(parsed, shown, strict=True)])),
         "reading": float(np.mean(own) - np.mean(other)),
         "valid": float(np.mean([one.valid for one in parsed])),
+        "distinct": len({one.reasoning for one in parsed}) / len(parsed),
     }
 
 
