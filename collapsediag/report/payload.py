@@ -31,7 +31,7 @@
     contexts        texts of contexts, each once
     traces          [{draw, row, own, best, tied, group, length, reward, environment, own_pmi, best_pmi,
                       context, context_best: index into contexts or null, trace: text or null, cut: characters left out,
-                      tokens, pmi: texts and nats of its tokens, null in a run that did not keep them}]
+                      tokens, pmi: texts and nats of its tokens, or null and why: pmi_reason}]
 
 A page that follows a job asks its server for `series.json` (one `series_payload`) and `scored/STEP.json`.
 All of it is plain JSON without NaN, and pure ASCII once dumped, so lone surrogates of a broken decoder survive.
@@ -282,6 +282,7 @@ def _trace(line: Mapping[str, Any], pmi_P: NDArray[np.float64] | None, contexts:
         "cut": cut,
         "tokens": list(tokens[:MAX_TOKENS]) if tokens and pmi else None,
         "pmi": [None if v is None else round(v, 3) for v in pmi[:MAX_TOKENS]] if tokens and pmi else None,
+        "pmi_reason": line.get("pmi_reason") or "this run did not keep their scores",
     }
 
 

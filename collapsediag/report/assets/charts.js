@@ -19,7 +19,7 @@ class Chart {
     this.told = el('p', { class: definition.lines.length > 2 && !definition.is_wide ? 'told two-lines' : 'told' });
     this.plot = el('div', { class: 'plot' });
     const unit = ['ratio', 'count', 'fraction'].includes(definition.unit) ? '' : ` In ${definition.unit}.`;
-    this.note = definition.note ? el('p', { class: 'note' }, definition.note + unit) : null;
+    this.note = el('p', { class: 'note' }, definition.note + unit);
     this.figure = el('figure', { class: definition.is_wide ? 'chart wide' : 'chart', 'data-chart': definition.key }, title, this.told, this.plot, this.note);
     charts.push(this);
   }
@@ -62,7 +62,7 @@ class Chart {
     this.toY = value => bottom - ((value - low) / (high - low || 1)) * (bottom - MARGIN.top);
     const picture = svg('svg', { viewBox: `0 0 ${this.width} ${this.height}`, role: 'img', 'aria-label': this.summary(curves) });
     const id = `inside-${charts.indexOf(this)}`;
-    const clip = svg('clipPath', { id }, svg('rect', { x: MARGIN.left, y: 0, width: this.right - MARGIN.left, height: this.height }));
+    const clip = svg('clipPath', { id }, svg('rect', { x: MARGIN.left - 3, y: 0, width: this.right - MARGIN.left + 6, height: this.height }));
     const body = svg('g', { 'clip-path': `url(#${id})` }, ...this.areas(curves), ...curves.flatMap(one => this.lineNodes(one)));
     picture.append(clip, ...this.axes(low, high, from, to), ...this.marks(from, to), body, ...this.labels(curves), ...this.cursors());
     this.plot.replaceChildren(picture);

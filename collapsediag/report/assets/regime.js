@@ -37,7 +37,7 @@ class RegimeMap {
       return;
     }
     this.width = Math.max(260, Math.floor(this.plot.clientWidth || 420));
-    this.height = clamp(Math.round(this.width * 0.9), 300, 470);
+    this.height = clamp(Math.round(this.width * 0.95), 300, 500);
     const { borders } = run().regimes[state.draw] ?? {};
     this.scale(paths, borders);
     const picture = svg('svg', { viewBox: `0 0 ${this.width} ${this.height}`, role: 'img', 'aria-label': this.summary(paths) });

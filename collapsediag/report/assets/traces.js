@@ -151,7 +151,7 @@ class TraceReader {
     if (!trace.tokens) {
       return el('div', {},
         el('pre', { class: 'reasoning', dir: 'auto', tabindex: 0 }, visible(trace.trace)),
-        el('p', { class: 'note' }, 'Tokens are not shaded, because this run did not keep their scores.'));
+        el('p', { class: 'note' }, `Tokens are not shaded, because ${visibleString(trace.pmi_reason)}.`));
     }
     const tokens = trace.tokens.map((token, i) => this.token(token, trace.pmi[i]));
     const left = trace.length > tokens.length ? ` The first ${tokens.length} of ${trace.length} tokens.` : '';

@@ -1,0 +1,72 @@
+"""Run folders for the tests of the page: a run that collapses, with whatever texts a test wants in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from collapsediag.metrics.from_matrix import matrix_metrics
+from collapsediag.record import Provenance, Record, TraceSample
+from collapsediag.run_folder import RunStore
+from collapsediag.testing import Planted, planted
+
+N_HEALTHY, N_COLLAPSED, EVERY = 5, 4, 10
+
+
+def write_run(
+    folder: Path, *, texts: Sequence[str] = (), reward: float = 0.5, environments: Sequence[str | None] = (None,)
+) -> Path:
+    """A run of 90 steps, every tenth scored: reasoning depends on the prompt until step 40, and not from 50 on.
+
+    texts: of the first traces of every scored step. Step 7 failed. No step has success labels.
+    """
+    rng = np.random.default_rng(0)
+    with RunStore(folder, provenance=Provenance(created=1.0, model="planted", dtype="float64")) as store:
+        for step in range((N_HEALTHY + N_COLLAPSED - 1) * EVERY + 1):
+            if step == 7:
+                store.append(Record(step=step, values={}, status="failed", reason="out of <b>memory</b>"))
+                continue
+            values = {"reward/mean": reward + 0.1 * rng.normal(), "entropy/token_mean": 2.0 + 0.05 * rng.normal()}
+            values |= {"tools/calls_per_rollout": 2.0 if step < 50 else 0.1}
+            for environment in environments:
+                if environment is not None:
+                    values[f"env/{environment}/reward/mean"] = reward + 0.1 * rng.normal()
+            reasons = {"pass@k": "no rollout has a success label"}
+            record = Record(step=step, values=values, not_measured=reasons)
+            store.append(_scored(record, texts, environments) if step % EVERY == 0 else record)
+    return folder
+
+
+def _scored(record: Record, texts: Sequence[str], environments: Sequence[str | None]) -> Record:
+    regime = "healthy" if record.step < N_HEALTHY * EVERY else "template"
+    one = planted(regime, seed=record.step, step=record.step)
+    measured = matrix_metrics(one.matrix, n_resamples=100)
+    values = {**record.values, **{f"collapse_first_turn_sample/{name}": value for name, value in measured.items()}}
+    traces = tuple(_sample(one, row, texts, environments) for row in range(one.matrix.n_traces))
+    matrices = {"first_turn": one.matrix}
+    return Record(step=record.step, values=values, not_measured=record.not_measured, matrices=matrices, traces=traces)
+
+
+def _sample(one: Planted, row: int, texts: Sequence[str], environments: Sequence[str | None]) -> TraceSample:
+    logp_P = one.matrix.logp_NP[row]
+    own = int(one.matrix.own_N[row])
+    best = own if logp_P[own] >= logp_P.max() else int(logp_P.argmax())
+    text = texts[row] if row < len(texts) else one.decode(one.pairs().traces[row])
+    return TraceSample(
+        namespace="first_turn",
+        row=row,
+        own=own,
+        best=best,
+        group=text if row < len(texts) else f"group {own}",
+        length=6,
+        logp_P=tuple(logp_P.tolist()),
+        context=text if row < len(texts) else f"the task says: prompt number {own}, think first",
+        context_best=None if best == own else f"the task says: prompt number {best}, think first",
+        trace=text,
+        reward=float(row % 3) / 2,
+        environment=environments[row % len(environments)],
+        tokens=("alpha ", "beta ", "gamma") if row == len(texts) else None,
+        pmi=(1.5, -0.75, 0.0) if row == len(texts) else None,
+    )
