@@ -18,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
@@ -32,8 +33,8 @@ from collapsediag.run_writer import writer_of
 LOOPBACK = "127.0.0.1"
 # A long run costs a second to judge and to write out: nine times as long nothing is made anew.
 REST = 9.0
-_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-_SCORED = re.compile(r"/scored/(\d{1,12})\.json")
+_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+_SCORED = re.compile(r"/scored/([0-9]{1,12})\.json")
 _POLICY = re.compile(r'http-equiv="Content-Security-Policy" content="([^"]*)"')
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -235,10 +236,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the browser has gone; it may ask again
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """For requests that are no requests: as every other answer, without markup."""
+        """For requests that are no requests: as every other answer, and without quoting them."""
         self.close_connection = True
+        self.request_version = self.protocol_version  # else no header would be sent
         self.headers = getattr(self, "headers", None) or self.MessageClass()
-        self._send(code, _text(message or "bad request"))
+        self._send(code, _text(self.responses[HTTPStatus(code)][0]))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a page asks every few seconds."""
