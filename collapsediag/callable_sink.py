@@ -29,6 +29,9 @@ class CallableSink:
     3 {'collapse/reward/mean': 0.5}
     """
 
+    # The trainer's own calls come from there, and what hangs there hangs for the trainer too.
+    in_caller_thread = True
+
     def __init__(self, target: Any, *, rename: Callable[[str], str] | None = None) -> None:
         if is_wandb(target):
             raise SettingsError(

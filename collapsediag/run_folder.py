@@ -13,10 +13,12 @@ it. Everything else is written to a temporary name and renamed. No pickle anywhe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,10 +26,14 @@ from collapsediag.errors import RunFolderError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.record import SCHEMA_VERSION, Provenance, Record
 from collapsediag.run_writer import WRITER_FILE, Writer, writer_json, writer_of
+from collapsediag.whole_files import replacing
 
 logger = logging.getLogger("collapsediag")
 
 METRICS_FILE = "metrics.jsonl"
+# No record comes near these; what does is no run of ours, and is not taken into memory whole.
+MAX_LINE_BYTES = 16 * 2**20
+MAX_TRACES_BYTES = 256 * 2**20
 RUN_FILE = "run.json"
 
 
@@ -37,9 +43,22 @@ def _json_line(value: dict[str, Any]) -> bytes:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def _append(stream: IO[bytes], line: bytes) -> None:
+    """Write a line whole or not at all: what a full disk cut off is taken back."""
+    start = os.fstat(stream.fileno()).st_size
+    done = 0
+    try:
+        while done < len(line):
+            done += stream.write(line[done:])
+    except OSError:
+        with contextlib.suppress(OSError):
+            if os.fstat(stream.fileno()).st_size == start + done:  # nobody else has written since
+                os.ftruncate(stream.fileno(), start)
+        raise
 
 
 class RunStore:
@@ -65,14 +84,13 @@ class RunStore:
         """Write one record; when this returns, the record survives a kill of the process."""
         line = _json_line(record.to_json())
         try:
-            stream = self._stream or self._open()
+            stream = self._stream_still_there() or self._open()
             for namespace, matrix in record.matrices.items():
                 matrix.save(self.path / "matrices" / matrix_name(record.step, namespace))
             if record.traces:
                 content = b"".join(_json_line(trace.to_json()) for trace in record.traces)
                 _replace(self.path / "traces" / f"{record.step:09d}.jsonl", content)
-            stream.write(line)
-            stream.flush()
+            _append(stream, line)
         except RunFolderError:
             raise
         except OSError as error:
@@ -84,7 +102,6 @@ class RunStore:
     def close(self) -> None:
         """Flush to the disk itself and close. Closing twice is fine."""
         if self._stream is not None:
-            self._stream.flush()
             os.fsync(self._stream.fileno())
             self._stream.close()
             self._stream = None
@@ -96,6 +113,13 @@ class RunStore:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _stream_still_there(self) -> IO[bytes] | None:
+        if self._stream is not None and not (self.path / METRICS_FILE).exists():
+            logger.warning("%s was deleted while the run went on; it is made anew, without its past", self.path)
+            self._stream.close()
+            self._stream = None
+        return self._stream
 
     def _open(self) -> IO[bytes]:
         metrics = self.path / METRICS_FILE
@@ -113,7 +137,8 @@ class RunStore:
             content = json.dumps(provenance.to_json(), indent=2, default=str).encode()
             _replace(self.path / RUN_FILE, content + b"\n")
         _replace(self.path / WRITER_FILE, writer_json(Writer.here()))
-        stream = open(metrics, "ab")  # noqa: SIM115  stays open for the life of the run
+        # Unbuffered: what could not be written must not come out with a later record.
+        stream = open(metrics, "ab", buffering=0)  # noqa: SIM115  stays open for the life of the run
         self._stream = stream
         if stream.tell() and not _ends_with_newline(metrics):
             stream.write(b"\n")  # seals the torn line of a killed run; nothing of the user's is deleted
@@ -208,7 +233,7 @@ def iter_records(path: str | os.PathLike[str]) -> Iterator[Record]:
     torn = 0
     try:
         with open(file, "rb") as stream:
-            for line in stream:
+            for line in iter(partial(stream.readline, MAX_LINE_BYTES), b""):
                 if not line.strip():
                     continue
                 try:
@@ -237,6 +262,8 @@ def read_traces(path: str | os.PathLike[str], step: int) -> list[dict[str, Any]]
     if not file.exists():
         return []
     try:
+        if file.stat().st_size > MAX_TRACES_BYTES:
+            raise ValueError(f"it is larger than {MAX_TRACES_BYTES >> 20} MB")
         return [json.loads(line) for line in file.read_text(encoding="ascii").splitlines() if line]
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file}: cannot be read ({error}). Metrics and matrices are in other files.") from error

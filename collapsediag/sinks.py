@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol, runtime_checkable
 
+from collapsediag.errors import TrackerError
 from collapsediag.main_process import MainProcess
 from collapsediag.record import Provenance, Record
 from collapsediag.run_folder import RunStore
@@ -15,11 +19,20 @@ logger = logging.getLogger("collapsediag")
 
 # A sink that failed this often in a row is left alone for the rest of the run.
 MAX_SINK_FAILURES = 3
+# A sink that does not come back within this is left behind. Above the 90 s that W&B tries to reach its server.
+WRITE_LIMIT_S = 120.0
+# Closing may upload what is left.
+CLOSE_LIMIT_S = 600.0
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Anything that takes records. `close` may be called more than once."""
+    """Anything that takes records. `close` may be called more than once.
+
+    Each call is made in a thread of its own, so that it can be given up. A sink that must be called in the training
+    thread (a SQLite connection, a logger that looks for the run of its thread) says `in_caller_thread = True`, and is
+    then waited for however long it takes.
+    """
 
     def write(self, record: Record) -> None:
         """Take one record."""
@@ -51,15 +64,25 @@ class JsonlSink:
 
 
 class FanOut:
-    """Several sinks as one. A sink that raises is reported once and dropped after three failures in a row.
+    """Several sinks as one. A sink that raises is reported once and dropped after three failures in a row; one that
+    hangs is dropped at once.
 
     Only the main process of a job writes (rank 0, and no forked child), so that a run is written once.
 
     strict: raise at once instead (the command line's choice: a user who asked for a file must not go without).
+    write_limit_s, close_limit_s: how long a sink may take before it is left behind.
     """
 
-    def __init__(self, sinks: Iterable[Sink], *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        sinks: Iterable[Sink],
+        *,
+        strict: bool = False,
+        write_limit_s: float = WRITE_LIMIT_S,
+        close_limit_s: float = CLOSE_LIMIT_S,
+    ) -> None:
         self._sinks = list(sinks)
+        self._write_limit_s, self._close_limit_s = write_limit_s, close_limit_s
         self._failures: dict[int, int] = {}
         self._strict = strict
         self._process = MainProcess()
@@ -76,7 +99,10 @@ class FanOut:
             return
         for sink in list(self._sinks):
             try:
-                sink.write(record)
+                self._call(sink, partial(sink.write, record), self._write_limit_s)
+            except _HungError as error:
+                self._sinks.remove(sink)
+                logger.warning("%s; it is switched off, training and the others go on", error)
             except Exception as error:
                 if self._strict:
                     raise
@@ -90,11 +116,17 @@ class FanOut:
         # A forked child shares its parent's files and lacks its threads: closing there would hang or write twice.
         for sink in sinks if not self._process.is_forked() else ():
             try:
-                sink.close()
+                self._call(sink, sink.close, self._close_limit_s)
             except Exception as error:
                 if self._strict:
                     raise
                 logger.warning("sink %s failed to close: %s: %s", type(sink).__name__, type(error).__name__, error)
+
+    def _call(self, sink: Sink, body: Callable[[], None], limit_s: float) -> None:
+        if self._strict or getattr(sink, "in_caller_thread", False):
+            body()
+        elif not _came_back(body, limit_s):
+            raise _HungError(f"sink {type(sink).__name__} did not come back within {limit_s:g} s")
 
     def _count_failure(self, sink: Sink, error: Exception) -> None:
         count = self._failures[id(sink)] = self._failures.get(id(sink), 0) + 1
@@ -104,3 +136,26 @@ class FanOut:
         if count >= MAX_SINK_FAILURES:
             self._sinks.remove(sink)
             logger.warning("sink %s failed %d times in a row and is switched off; the others go on", name, count)
+
+
+class _HungError(TrackerError):
+    """A sink was left behind in its thread."""
+
+
+def _came_back(body: Callable[[], None], limit_s: float) -> bool:
+    """Run `body` in a thread, raise what it raises; whether it ended within the limit."""
+    raised: list[BaseException] = []
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            context.run(body)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="collapsediag-sink", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if raised:
+        raise raised[0]
+    return not thread.is_alive()

@@ -25,6 +25,8 @@ class MlflowSink:
     record, or at `close`, which waits. The run is never ended. Raises MissingExtraError without mlflow.
     """
 
+    in_caller_thread = True  # MLflow's active run is that of the thread
+
     def __init__(self, run_id: str | None = None) -> None:
         self._mlflow = require("mlflow", extra="mlflow", feature="the MLflow sink")
         self._run_id = run_id

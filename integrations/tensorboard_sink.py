@@ -6,6 +6,8 @@ the user's own. So everything goes to LOGDIR/collapsediag/, which TensorBoard sh
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import time
@@ -19,6 +21,8 @@ from collapsediag.main_process import MainProcess
 from collapsediag.matrix_image import encode_png, matrix_rgb
 from collapsediag.record import Record
 from collapsediag.tracker_values import namespaces_with_traces, traces_as_text, tracker_values
+
+logger = logging.getLogger("collapsediag")
 
 SUBRUN = "collapsediag"
 # Where transformers and veRL are told to write, in this order.
@@ -57,8 +61,8 @@ class TensorBoardSink:
         """Write one record and flush it; on another process, nothing happens."""
         if not self._process.is_here():
             return
-        if isinstance(self._writer, EventFile):
-            self._writer.begin(record.step)
+        if isinstance(self._writer, EventFile) and self._writer.begin(record.step):
+            self._names, self._written = set(), []
         values = tracker_values(record)
         self._write_layout(set(values))
         for name, value in values.items():
@@ -108,15 +112,23 @@ class EventFile:
         self._directory = directory
         self._writer: Any = None
 
-    def begin(self, step: int) -> None:
-        """Open the file, once. In a directory that holds an earlier run's, steps from `step` on are taken over."""
+    def begin(self, step: int) -> bool:
+        """Open the file, once, and again where its directory was deleted; whether it is new.
+
+        In a directory that holds an earlier run's, steps from `step` on are taken over.
+        """
         if self._writer is not None:
-            return
+            if self._directory.is_dir():
+                return False
+            with contextlib.suppress(OSError):  # its last bytes went with the directory
+                self._writer.close()
+            logger.warning("%s was deleted; curves go on in a new file from step %d on", self._directory, step)
         is_resumed = any(self._directory.glob("*tfevents*"))
         self._writer = self._files.EventFileWriter(str(self._directory))
         if is_resumed:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer.add_event(self._events.Event(session_log=start, step=step, wall_time=time.time()))
+        return True
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """One point of a curve."""

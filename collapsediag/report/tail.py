@@ -10,7 +10,7 @@ from typing import IO
 
 from collapsediag.errors import RunFolderError
 from collapsediag.record import Record
-from collapsediag.run_folder import METRICS_FILE
+from collapsediag.run_folder import MAX_LINE_BYTES, METRICS_FILE
 
 logger = logging.getLogger("collapsediag")
 
@@ -66,8 +66,8 @@ class RecordTail:
 
     def _read(self, stream: IO[bytes]) -> bool:
         before = self._offset
-        for line in stream:
-            if not line.endswith(b"\n"):
+        while line := stream.readline(MAX_LINE_BYTES):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                 break
             self._offset += len(line)
             self._end = (self._end + line)[-REMEMBERED_BYTES:]

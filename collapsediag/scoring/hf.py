@@ -89,15 +89,25 @@ class HFScorer:
             raise SettingsError(f"token_budget is {token_budget}; at least {MIN_TOKENS} tokens are needed.")
         if check_every < 0:
             raise SettingsError(f"check_every is {check_every}; 0 switches the self-check off.")
-        self.model = model
         self.temperature = float(temperature)
         self.token_budget = token_budget
         self.check_every = check_every
-        self.max_tokens = max_tokens if max_tokens is not None else ModelAccess.of(model).max_tokens
         self.attention = attention
         self.info: ScoreInfo | None = None
+        self._max_tokens = max_tokens
         self._calls = 0
         self._budget = BackOff()
+        self.model = model
+
+    @property
+    def model(self) -> Any:
+        """The model that is scored; another one may be put in its place."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+        self.max_tokens = self._max_tokens if self._max_tokens is not None else ModelAccess.of(model).max_tokens
         # Ways that this model turned out not to allow, with the reason, and ways that passed a self-check.
         self._failed: dict[str, str] = {}
         self._passed: set[str] = set()
