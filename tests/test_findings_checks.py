@@ -11,6 +11,7 @@ import pytest
 
 import collapsediag as cd
 from collapsediag.findings.checks import CHECKS
+from collapsediag.findings.words import EXPLAINS, sentence
 from collapsediag.metrics.from_matrix import matrix_metrics
 from collapsediag.pairs import build_pairs
 from collapsediag.record import Record, TraceSample
@@ -179,6 +180,20 @@ def test_what_is_over_is_told_and_no_alarm(check: str) -> None:
     if status != "info" and check != "environment_collapse":
         assert finding.status == "info"
         assert "from step 60 to" in finding.title
+
+
+@pytest.mark.parametrize("check", COLLAPSES)
+@pytest.mark.parametrize("n_clear", [0, 1, 2])
+def test_a_state_that_clears_says_so_until_it_is_over(check: str, n_clear: int) -> None:
+    changes, status = COLLAPSES[check]
+    over = {"format/valid_fraction": 1.0}  # the usual wobble is too near to the border
+    finding = cd.judge(run(lambda i: changes(i) if i < 10 else over, n=10 + n_clear))[check]
+    assert finding.is_alarm == (status != "info")
+    assert (finding.since_step, finding.n_steps, finding.n_clear) == (60, 4 + n_clear, n_clear)
+    text = sentence(finding)
+    assert ("in a row" in text) == (n_clear == 0)
+    assert (f"Not seen in the last {n_clear} measured step" in text) == (n_clear > 0)
+    assert (finding.meaning in text) == (n_clear == 0)
 
 
 @pytest.mark.parametrize("check", COLLAPSES)
@@ -507,3 +522,11 @@ def test_judged_as_it_runs_an_alarm_stays_until_it_is_over() -> None:
     found = sequence([cd.judge(records[:n]) for n in range(1, 19)], "tool_use_collapse")
     # Raised by the third bad step; while it is not over for good it stands, though no longer as grave.
     assert found == ["skipped"] * 4 + ["ok"] * 4 + ["critical"] * 4 + ["warning"] * 2 + ["info"] * 4
+
+
+def test_what_a_look_alike_could_explain_are_names_of_checks() -> None:
+    findings = {finding.check: finding for finding in cd.judge([]).findings}
+    assert all(findings[name].is_lookalike for name in EXPLAINS)
+    assert not any(findings[name].is_lookalike for explained in EXPLAINS.values() for name in explained)
+    # Saturation is never an alarm, so it never has to be ruled out.
+    assert set(EXPLAINS) == {name for name, f in findings.items() if f.is_lookalike} - {"healthy_saturation"}

@@ -32,6 +32,14 @@ def test_the_headline_is_said_once_and_other_findings_follow() -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_a_look_alike_that_explains_nothing_here_is_news_of_its_own() -> None:
+    copies = {"diversity__identical_completion_fraction": 0.9, "length__mean": 40.0}
+    headline = falling(*COLLAPSED, **copies).headline
+    assert headline.startswith("TOOL-USE COLLAPSE since step 5")
+    assert "Also: completions of one prompt are byte-identical." in headline
+    assert "Rule out first" not in headline
+
+
 def test_a_silent_verdict_says_what_was_checked() -> None:
     verdict = falling(*[2.0] * 8)
     assert verdict_lines(verdict, width=1000) == [verdict.headline]

@@ -40,6 +40,7 @@ def entropy_collapse(facts: Facts) -> Finding:
         title="Token entropy is falling",
         since_step=falling.since_step,
         n_steps=falling.n_steps,
+        n_clear=falling.n_clear,
     )
 
 

@@ -91,6 +91,7 @@ def _finding(facts: Facts, words: Wording, name: RegimeName, draw: str, status: 
         baseline=_mean([p.accuracy for p in start]),
         since_step=last.since_step if holds else None,
         n_steps=sum(step.step >= (last.since_step or 0) for step in steps) if holds else None,
+        n_clear=last.n_clear if holds else 0,
         traces=facts.traces(draw) if holds and said != "info" else (),
         evidence=_evidence(points[-1], start),
         meaning=words.meaning if holds else "",

@@ -168,6 +168,7 @@ def of_episodes(words: Wording, episodes: Episodes, status: Status) -> Finding:
         baseline=episodes.baseline,
         since_step=episodes.since_step,
         n_steps=episodes.n_steps,
+        n_clear=episodes.n_clear,
         evidence=f"{words.what[:1].upper()}{words.what[1:]} {measured(series.last, interval)}{start}.",
         meaning=words.meaning if episodes.holds else "",
         next=words.next if episodes.holds else "",

@@ -21,6 +21,7 @@ class Finding:
     metric, value, interval: the number it rests on, as last measured, with its 95% interval.
     baseline: what the same number was at the start of the run.
     since_step: first step of the unbroken series that shows it. n_steps: measured steps from there on.
+    n_clear: of these, how many at the end no longer show it; a state is over only after `persistence` of them.
     traces: rows of the last scored step to read side by side.
     evidence: the numbers in words. meaning: what they mean. next: what to look at.
     missing: of a skipped check, what was not there.
@@ -36,6 +37,7 @@ class Finding:
     baseline: float | None = None
     since_step: int | None = None
     n_steps: int | None = None
+    n_clear: int = 0
     traces: tuple[int, ...] = ()
     evidence: str = ""
     meaning: str = ""

@@ -131,7 +131,7 @@ def _narrowing(facts: Facts, one: Series, large: Series) -> Episodes:
         sure = base is not None and (interval is None or interval[1] < base)
         bad_S.append(sure and loss >= settings.narrowing_loss and gain >= settings.narrowing_gain)
         clear_S.append(loss < settings.narrowing_loss / settings.release or gain <= 0)
-    return Episodes(large, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(base_S))
+    return Episodes(large, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(clear_S), tuple(base_S))
 
 
 def environment_collapse(facts: Facts) -> Finding:
@@ -167,6 +167,7 @@ def environment_collapse(facts: Facts) -> Finding:
         baseline=low.baseline,
         since_step=low.since_step,
         n_steps=low.n_steps,
+        n_clear=low.n_clear,
         evidence=f"Its {what} {measured(low.series.last, low.series.intervals[-1])}, at the start "
         f"{number(low.baseline or 0.0)}{';' if mean else ''}{mean}.",
         meaning="The other environments make up for it in the mean."

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from collapsediag.findings.series import baseline_length, interval_of, sustained
+from collapsediag.findings.series import baseline_length, clear_at_the_end, interval_of, sustained
 from collapsediag.findings.settings import FindingSettings
 from collapsediag.record import Record
 
@@ -99,6 +99,7 @@ class RegimeStep:
 
     name: None while fewer than `persistence` steps were scored. since_step: the first step of the series that shows it;
         a regime is named only some steps later.
+    n_clear: steps up to this one that no longer show it: too few yet to leave it.
     at_chance: retrieval cannot be told from chance at this very step.
     retrieval_ratio, mi_ratio, entropy_ratio: to the baseline, in what is comparable; None where there is none.
     """
@@ -106,6 +107,7 @@ class RegimeStep:
     step: int
     name: RegimeName | None
     since_step: int | None
+    n_clear: int
     at_chance: bool
     mi_is_low: bool
     entropy_is_low: bool
@@ -140,20 +142,21 @@ def regimes(
     chosen = settings or FindingSettings()
     points = dependences(records, namespace)
     compared = [_comparison(points, i, chosen) for i in range(len(points))]
-    mi_S = sustained([c.mi_is_low for c in compared], [c.mi_is_clear for c in compared], chosen.persistence)
-    entropy_S = sustained(
-        [c.entropy_is_low for c in compared], [c.entropy_is_clear for c in compared], chosen.persistence
-    )
+    mi_clear_S, entropy_clear_S = [c.mi_is_clear for c in compared], [c.entropy_is_clear for c in compared]
+    mi_S = sustained([c.mi_is_low for c in compared], mi_clear_S, chosen.persistence)
+    entropy_S = sustained([c.entropy_is_low for c in compared], entropy_clear_S, chosen.persistence)
     found: list[RegimeStep] = []
     for i, (point, one) in enumerate(zip(points, compared, strict=True)):
         name = _name(mi_S[i], entropy_S[i]) if i >= chosen.persistence - 1 else None
         before = found[-1] if found else None
+        state_S, clear_S = (mi_S, mi_clear_S) if mi_S[i] is not None else (entropy_S, entropy_clear_S)
         since = before.since_step if before and before.name == name else _start(points, mi_S, entropy_S, i, before)
         found.append(
             RegimeStep(
                 step=point.step,
                 name=name,
                 since_step=None if name is None else since,
+                n_clear=clear_at_the_end(state_S[: i + 1], clear_S[: i + 1]),
                 at_chance=one.at_chance,
                 mi_is_low=mi_S[i] is not None,
                 entropy_is_low=entropy_S[i] is not None,

@@ -96,12 +96,25 @@ def sustained(bad_S: Sequence[bool], clear_S: Sequence[bool], persistence: int) 
     return found
 
 
+def clear_at_the_end(since_S: Sequence[int | None], clear_S: Sequence[bool]) -> int:
+    """How many of the last steps are clear while the state still holds: too few of them yet to leave it.
+
+    >>> clear_at_the_end([None, 1, 1, 1], [True, False, True, True])
+    2
+    """
+    n = 0
+    while n < len(since_S) and since_S[-1 - n] is not None and clear_S[-1 - n]:
+        n += 1
+    return n
+
+
 @dataclass(frozen=True)
 class Episodes:
-    """A state over a run: since when it holds at each measured step."""
+    """A state over a run: since when it holds at each measured step, and which steps are clear of it."""
 
     series: Series
     since_S: tuple[int | None, ...]
+    clear_S: tuple[bool, ...]
     baseline_S: tuple[float | None, ...]
 
     @property
@@ -120,6 +133,11 @@ class Episodes:
         """Measured steps since then."""
         since = self.since_S[-1] if self.since_S else None
         return None if since is None else len(self.series) - since
+
+    @property
+    def n_clear(self) -> int:
+        """Steps at the end that are clear of it, while it still holds."""
+        return clear_at_the_end(self.since_S, self.clear_S)
 
     @property
     def earlier(self) -> tuple[int, int] | None:
@@ -158,7 +176,7 @@ def low_episodes(series: Series, low: float, settings: FindingSettings, *, floor
         unsure = interval is not None and base is not None and interval[1] >= base
         bad_S.append(judged and ratio < low and not unsure)
         clear_S.append(judged and ratio > low * settings.release)
-    return Episodes(series, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(base_S))
+    return Episodes(series, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(clear_S), tuple(base_S))
 
 
 def high_episodes(
@@ -175,4 +193,4 @@ def high_episodes(
         bad_S.append(value >= level and sure)
         clear_S.append(value < level / settings.release or not sure)
     base_S = baselines(series.values, settings)
-    return Episodes(series, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(base_S))
+    return Episodes(series, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(clear_S), tuple(base_S))

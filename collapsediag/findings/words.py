@@ -9,6 +9,14 @@ if TYPE_CHECKING:
     from collapsediag.findings.finding import Finding, Verdict
 
 WIDTH = 100
+_SIGNAL = ("reward_variance_cliff", "all_equal_groups", "pass_at_k_narrowing")
+# Which findings a look-alike could be the true cause of. Beside any other it is news of its own.
+EXPLAINS = {
+    "chance_from_the_start": ("template_collapse", "low_entropy_collapse"),
+    "identical_completions": ("low_entropy_collapse", "compressed_reasoning", "entropy_collapse", *_SIGNAL),
+    "truncation": ("format_loss", "tool_use_collapse", "environment_collapse", *_SIGNAL),
+    "groups_out_of_order": ("template_collapse", "low_entropy_collapse", *_SIGNAL),
+}
 
 
 def number(value: float) -> str:
@@ -43,26 +51,29 @@ def sentence(finding: Finding) -> str:
     if finding.status == "skipped":
         return f"{finding.check}: skipped, {finding.missing}."
     opening = finding.title.upper() if finding.is_alarm and not finding.is_lookalike else finding.title
+    meaning = finding.meaning
     if finding.since_step is not None:
         opening += f" since step {finding.since_step}"
-        if finding.n_steps is not None:
+        if finding.n_clear:
+            meaning = f"Not seen in the last {counted(finding.n_clear, 'measured step')}, too few to call it over."
+        elif finding.n_steps is not None:
             opening += f" ({counted(finding.n_steps, 'measured step')} in a row)"
-    return " ".join(part for part in (f"{opening}.", finding.evidence, finding.meaning) if part)
+    return " ".join(part for part in (f"{opening}.", finding.evidence, meaning) if part)
 
 
 def headline(verdict: Verdict) -> str:
     """The verdict as a paragraph. It always says how many checks ran and what was missing for the others."""
-    alarms = verdict.alarms
     parts = []
-    first = [f for f in alarms if f.is_lookalike]
-    main = [f for f in alarms if not f.is_lookalike]
-    if first and main:
-        parts.append(f"Rule out first: {'; '.join(_lowered(f.title) for f in first)}.")
     shown = _shown(verdict)
     if shown is not None:
+        others = [f for f in verdict.alarms if f is not shown]
+        first = [f for f in others if shown.check in EXPLAINS.get(f.check, ())]
+        also = sorted((f for f in others if f not in first), key=lambda f: f.is_lookalike)
+        if first:
+            parts.append(f"Rule out first: {'; '.join(_lowered(f.title) for f in first)}.")
         parts.append(sentence(shown))
-        if len(main) > 1:
-            parts.append(f"Also: {'; '.join(_lowered(f.title) for f in main[1:])}.")
+        if also:
+            parts.append(f"Also: {'; '.join(_lowered(f.title) for f in also)}.")
     elif any(f.status != "skipped" for f in verdict.findings):
         parts.append("No sign of collapse in what was checked.")
     else:
