@@ -11,7 +11,6 @@ import numpy as np
 from collapsediag.demo import SCENARIOS, TrainingSettings
 
 SCORED_EVERY = 3
-STEPS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +24,8 @@ class StudyRun:
 
 N_SEEDS = 20
 N_GRID = 40
-# Scenarios that need fewer steps: their collapse is over by then.
-SHORT_STEPS = {"template": 30}
+# The collapse of the template scenario is over by its thirtieth step.
+STEPS = {"healthy": 60, "template": 30, "grid": 48}
 # Reward and the noise on it: from a clear signal through a drowned one to none at all.
 SIGNALS: tuple[dict[str, Any], ...] = (
     {"reward": "readable"},
@@ -39,7 +38,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "lr": (3e-4, 1e-3, 2e-3),
     "entropy_bonus": (-0.2, 0.0, 0.005, 0.05),
     "kl": (0.0, 0.1),
-    "group_size": (4, 8, 16),
+    "group_size": (4, 8),
     "filter_rho": (None, 0.9),
 }
 
@@ -52,8 +51,7 @@ def study_runs() -> list[StudyRun]:
     ordered: list[StudyRun] = []
     for seed in range(N_SEEDS):
         for family, scenario in scenarios.items():
-            steps = SHORT_STEPS.get(family, STEPS)
-            settings = dataclasses.replace(SCENARIOS[scenario].settings, seed=seed, steps=steps)
+            settings = dataclasses.replace(SCENARIOS[scenario].settings, seed=seed, steps=STEPS[family])
             ordered.append(StudyRun(name=f"{family}-{seed:02d}", family=family, settings=settings))
         ordered += grid[seed * per_seed : (seed + 1) * per_seed]
     return ordered
@@ -70,6 +68,6 @@ def grid_runs(n: int = N_GRID) -> list[StudyRun]:
     runs = []
     for i, signal in enumerate(signals):
         chosen = {name: levels[i] for name, levels in dealt.items()}
-        settings = TrainingSettings(steps=STEPS, seed=i * N_SEEDS // n, **signal, **chosen)
+        settings = TrainingSettings(steps=STEPS["grid"], seed=i * N_SEEDS // n, **signal, **chosen)
         runs.append(StudyRun(name=f"grid-{i:02d}", family="grid", settings=settings))
     return runs

@@ -23,9 +23,8 @@ from collapsediag.record import Provenance
 from collapsediag.sinks import JsonlSink
 
 IntArray = NDArray[np.int64]
-N_EVALUATION = 128
+N_EVALUATION = 96
 ANSWERS_FILE = "answers.npz"
-MAX_TRACES = 128
 
 
 def train(run: StudyRun, out: Path) -> None:
@@ -41,7 +40,6 @@ def train(run: StudyRun, out: Path) -> None:
         every=SCORED_EVERY,
         tokenizer=training.tokenizer,
         reasoning="think",
-        pairs=cd.PairSettings(max_traces=MAX_TRACES),
         sinks=[JsonlSink(folder, provenance=Provenance.collect(settings=dataclasses.asdict(run.settings)))],
         seed=run.settings.seed,
         traces_kept=0,
@@ -49,11 +47,10 @@ def train(run: StudyRun, out: Path) -> None:
     )
     steps, outputs = [], []
     with monitor:
-        for step, batch in training.steps():
+        for step, batch in training.steps(every=SCORED_EVERY):
             monitor.observe(step, batch)
-            if step % SCORED_EVERY == 0:
-                steps.append(step)
-                outputs.append(_answers(training.policy, prompts, run.settings.seed, step))
+            steps.append(step)
+            outputs.append(_answers(training.policy, prompts, run.settings.seed, step))
     _save(folder / ANSWERS_FILE, np.array(steps), np.array([prompt.shown for prompt in prompts]), outputs)
 
 

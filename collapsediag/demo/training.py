@@ -73,13 +73,17 @@ class DemoTraining:
         self._reference = copy.deepcopy(self.policy).requires_grad_(False) if settings.kl else None
         self._updates = 0
 
-    def steps(self) -> Iterator[tuple[int, RolloutBatch]]:
-        """(step, its rollouts), each before the update made from them; the last one is followed by no update."""
+    def steps(self, *, every: int = 1) -> Iterator[tuple[int, RolloutBatch]]:
+        """(step, its rollouts), each before the update made from them; the last one is followed by no update.
+
+        every: only steps divisible by it are handed out; the training is the same.
+        """
         for step in range(self.settings.steps + 1):
             prompts = task.draw_prompts(self._rng, self.settings.n_prompts)
             prompt_BL = torch.tensor([p.ids for p in prompts]).repeat_interleave(self.settings.group_size, dim=0)
             output_BT = sample(self.policy, prompt_BL, self._generator)
-            yield step, self._batch(step, prompts, prompt_BL, output_BT)
+            if step % every == 0:
+                yield step, self._batch(step, prompts, prompt_BL, output_BT)
             if step < self.settings.steps:
                 self._update(prompts, prompt_BL, output_BT)
 
