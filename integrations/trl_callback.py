@@ -6,6 +6,7 @@ trainer.train()
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 else:
     TrainerCallback = require("transformers", extra="trl", feature="the TRL callback").TrainerCallback
+
+logger = logging.getLogger("collapsediag")
 
 
 class CollapseCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not type-checked here
@@ -96,6 +99,12 @@ class CollapseCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         if self.session.trainer is None:
             self.session.bind(trainer_of(self))
         self.session.begin(state)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A callback that was added later learns of its trainer only now; what it missed is said, once."""
+        if self.session.trainer is None:
+            self.session.bind(trainer_of(self))
+            logger.warning("this evaluation was not measured: use attach(trainer) instead of trainer.add_callback")
 
     def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
         """Predictions are no evaluation: forget their rollouts."""

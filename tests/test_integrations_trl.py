@@ -72,6 +72,16 @@ def batches_of(callback: CollapseCallback, mode: str = "train") -> list[Any]:
 # -- bit-identical ---------------------------------------------------------------------------------------------------
 
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"]}
+# Frequencies that follow the length of the sequence: what is scored must not leave its own behind.
+LONG_ROPE = {
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 22,
+    }
+}
 QUICK: dict[str, dict[str, Any]] = {
     "dropout, accumulation, eval, conversational": {
         "model": "qwen2",
@@ -96,6 +106,7 @@ BROAD: dict[str, dict[str, Any]] = {
     "steps_per_generation": {"model": "gpt2", "steps_per_generation": 4, "max_steps": 6},
     "num_iterations": {"model": "gpt2", "num_iterations": 2, "max_steps": 5, "eval_steps": 2},
     "bf16": {"model": "qwen2", "bf16": True},
+    "RoPE by length": {"model": "qwen2", "config": LONG_ROPE, "eval_steps": 2},
     "mask truncated, dr_grpo": {"model": "qwen2", "mask_truncated_completions": True, "loss_type": "dr_grpo"},
     "temperature, top_k": {"model": "gpt2", "temperature": 0.7, "top_k": 10},
     "beta with reference": {"model": "gpt2", "beta": 0.05},
@@ -117,11 +128,12 @@ def fingerprint(out: Path, callback: CollapseCallback | None, setting: dict[str,
     make = tiny.gpt2 if changes.pop("model") == "gpt2" else tiny.qwen2
     if changes.pop("peft", False):
         changes["peft_config"] = peft.LoraConfig(**LORA)
+    config = changes.pop("config", {})
     trainer = tiny.trainer(
         changes.pop("kind", "grpo"),
         out,
         [] if callback is None else [callback],
-        model=make(tiny.tokenizer(), dropout=0.1),
+        model=make(tiny.tokenizer(), dropout=0.1, **config),
         **changes,
     )
     watched = tiny.Fingerprint(trainer)
@@ -189,9 +201,6 @@ def test_the_comparison_would_see_a_scorer_that_disturbs(tmp_path: Path, monkeyp
     """Negative controls: without the guard around scoring each of these is seen."""
     import collapsediag.scoring.hf as hf
 
-    setting = {"model": "gpt2", "max_steps": 2}
-    without = fingerprint(tmp_path, None, setting)
-
     @contextmanager
     def draws(model: Any) -> Any:
         with torch.no_grad():
@@ -203,7 +212,21 @@ def test_the_comparison_would_see_a_scorer_that_disturbs(tmp_path: Path, monkeyp
         with torch.random.fork_rng(), torch.no_grad():
             yield
 
-    for guard, changed in ((draws, "random"), (stays_in_eval, "modes")):
+    @contextmanager
+    def goes_back_to_train(model: Any) -> Any:
+        model.eval()
+        with torch.random.fork_rng(), torch.no_grad():
+            yield
+        model.train()  # whatever it was before; an evaluation then goes on with dropout
+
+    evaluated = {"model": "gpt2", "max_steps": 2, "eval_steps": 1}
+    for guard, changed, setting in (
+        (draws, "random", {"model": "gpt2", "max_steps": 2}),
+        (stays_in_eval, "modes", {"model": "gpt2", "max_steps": 2}),
+        (goes_back_to_train, "log", evaluated),
+    ):
+        monkeypatch.undo()
+        without = fingerprint(tmp_path, None, setting)
         monkeypatch.setattr(hf, "undisturbed", guard)
         callback, keep = observer()
         observed = fingerprint(tmp_path, callback, setting)
@@ -271,6 +294,7 @@ def canned_rollouts(prompts: Any, trainer: Any) -> dict[str, Any]:
 
 
 def test_tool_answers_split_a_rollout_into_turns(tmp_path: Path) -> None:
+    tiny.skip_unless_taken("rollout_func")
     callback, keep = observer(reasoning="think")
     batches = batches_of(callback)
     trainer = tiny.trainer("grpo", tmp_path, [callback], max_steps=1, max_completion_length=40,
@@ -613,7 +637,8 @@ def test_on_error_raise_stops_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise ScoringError("on purpose")
 
-    monkeypatch.setattr(HFScorer, "score", broken)
+    monkeypatch.setattr(HFScorer, "_fast", broken)
+    monkeypatch.setattr(HFScorer, "_plain", broken)
     callback, _ = observer(on_error="raise")
     with pytest.raises(ScoringError, match="on purpose"):
         tiny.trainer("grpo", tmp_path, [callback], max_steps=1).train()
