@@ -40,7 +40,8 @@ def _lines(rows: list[Row], batch: RolloutBatch) -> Iterator[dict[str, Any]]:
             "logprobs": None if row.logp_R is None else row.logp_R.tolist(),
             "finish_reason": rollout.turns[-1].finish_reason,
             "reward": rollout.reward,
-            "rewards": dict(rollout.rewards) or None,
+            # Readers take the sum of the components for a reward that is missing.
+            "rewards": None if rollout.reward is None else dict(rollout.rewards) or None,
             "success": rollout.success,
             "advantage": rollout.advantage,
             "temperature": batch.temperature,

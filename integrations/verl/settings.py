@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -122,10 +123,9 @@ def settings_of(config: Any, **changes: Any) -> VerlSettings:
     """
     section = config.get(SECTION)
     section = {} if section is None else section
-    if not isinstance(section, Mapping):
-        from omegaconf import OmegaConf
-
-        section = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(section):
+        section = omegaconf.OmegaConf.to_container(section, resolve=True)
     if not isinstance(section, Mapping):
         raise SettingsError(f"{SECTION}={section!r}: a section is needed, as in +{SECTION}.every=5.")
     values = {**section, **changes}

@@ -38,9 +38,9 @@ def remove(pending: Pending) -> None:
     from verl.utils.tracking import Tracking
 
     _pending.discard(pending)
-    log: Any = Tracking.log
-    if not _pending and getattr(log, _MARK, None) is log:
-        Tracking.log = log.__wrapped__
+    ours, original = getattr(Tracking.log, _MARK, (None, None))
+    if not _pending and ours is Tracking.log:
+        Tracking.log = original
 
 
 def _merging(original: Any) -> Any:
@@ -52,5 +52,5 @@ def _merging(original: Any) -> Any:
                 pending.merge_into(data)
         return original(self, data, step, *args, **kwargs)
 
-    setattr(log, _MARK, log)
+    setattr(log, _MARK, (log, original))
     return log

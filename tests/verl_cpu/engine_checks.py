@@ -1,0 +1,288 @@
+"""Real veRL workers in one process: do they score what a plain forward scores, and does measuring change training?
+
+    python engine_checks.py FOLDER CHECK STRATEGY [OVERRIDE ...]
+
+prints one JSON object. The folder is made by tiny_verl.make; the environment is tiny_verl.environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+import numpy as np
+import tiny_verl
+import torch
+import verl
+from hydra import compose, initialize_config_dir
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+import collapsediag.integrations.verl.hook as hook_module
+import collapsediag.integrations.verl.scorer as scorer_module
+import collapsediag.monitor as monitor_module
+from collapsediag.integrations.verl import attach
+from collapsediag.integrations.verl.scorer import Limits, WorkerScorer, score_tensordict
+from collapsediag.training.log_window import LogWindow
+
+
+def config_of(folder: Path, strategy: str, *overrides: str):
+    directory = os.path.join(os.path.dirname(verl.__file__), "trainer/config")
+    with initialize_config_dir(config_dir=directory, version_base=None):
+        return compose("ppo_trainer", overrides=tiny_verl.worker_overrides(folder, strategy, *overrides))
+
+
+class Group:
+    """What RayWorkerGroup does for one worker."""
+
+    world_size = 1
+
+    def __init__(self, worker) -> None:
+        self.worker = worker
+        self._dispatch_info = {"actor": [0]}
+        self.calls = 0
+
+    def compute_log_prob(self, data):
+        self.calls += 1
+        return self.worker.compute_log_prob(data)
+
+    def update_actor(self, data):
+        return self.worker.update_actor(data)
+
+
+def worker_of(config):
+    torch.manual_seed(0)
+    worker = ActorRolloutRefWorker(config=config.actor_rollout_ref, role="actor")
+    worker.init_model()
+    return worker
+
+
+def plain_forward(folder: Path, pairs, temperature: float):
+    """The oracle: one unpadded forward a pair, in transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
+    found = []
+    for context, trace in pairs:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*context, *trace]])).logits[0].float() / temperature
+        logp = logits.log_softmax(-1)
+        found.append([float(logp[len(context) + t - 1, token]) for t, token in enumerate(trace)])
+    return found
+
+
+def some_pairs(folder: Path, n_contexts: int = 3):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    contexts = ["what is 12+35?<think>", "go up<think>", "add the numbers, then reply<think>"][:n_contexts]
+    traces = ["i need 12+35", "up", "step by step i think of"]
+    return [(tokenizer.encode(x), tokenizer.encode(z)) for x in contexts for z in traces]
+
+
+def furthest(found, expected) -> float:
+    assert [len(row) for row in found] == [len(row) for row in expected]
+    return max(float(np.abs(np.array(a) - np.array(b)).max()) for a, b in zip(found, expected, strict=True))
+
+
+def agreement(folder: Path, strategy: str, *overrides: str) -> dict:
+    """Largest difference to the plain forward, over temperatures and micro-batches; LoRA with a perturbed adapter."""
+    worker = worker_of(config_of(folder, strategy, *overrides))
+    group, pairs = Group(worker), some_pairs(folder)
+    said = {"engine": type(worker.actor.engine).__name__}
+    for temperature in (1.0, 0.7):
+        expected = plain_forward(folder, pairs, temperature)
+        for micro in (64, 4096):
+            limits = Limits(temperature=temperature, row_tokens=64, micro_batch_tokens=micro)
+            scorer = WorkerScorer(group, score_tensordict, limits, call_tokens=4096)
+            said[f"T={temperature} micro={micro}"] = furthest(scorer._log_probs(pairs), expected)
+    if any("lora_rank" in override for override in overrides):
+        with torch.no_grad():
+            for name, parameter in worker.actor.engine.module.named_parameters():
+                if "lora_B" in name:
+                    (parameter.to_local() if hasattr(parameter, "to_local") else parameter).normal_(0, 0.3)
+        said["moved by the adapter"] = furthest(scorer._log_probs(pairs), expected)
+    return said
+
+
+def training_batch(tokenizer, step: int, draw):
+    prompt_length, response_length, n = 64, 24, 16
+    ids = torch.full((n, prompt_length + response_length), tokenizer.pad_token_id)
+    attention = torch.zeros_like(ids)
+    mask = torch.zeros(n, response_length, dtype=torch.long)
+    for i in range(n):
+        prompt = torch.tensor(tokenizer.encode(f"what is {step * 10 + i // 4}+{i // 4}?<think>"))
+        length = 6 + int(torch.randint(0, response_length - 6, (1,), generator=draw))
+        ids[i, prompt_length - len(prompt) : prompt_length] = prompt
+        ids[i, prompt_length : prompt_length + length] = torch.randint(4, len(tokenizer), (length,), generator=draw)
+        attention[i, prompt_length - len(prompt) : prompt_length + length] = 1
+        mask[i, :length] = 1
+        if i % 3 == 0:
+            mask[i, 2:4] = 0  # what a tool said
+    scores = torch.zeros(n, response_length)
+    scores[:, 0] = torch.rand(n, generator=draw)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+            "prompts": ids[:, :prompt_length].clone(),
+            "responses": ids[:, prompt_length:].clone(),
+            "response_mask": mask,
+            "token_level_scores": scores,
+            "advantages": (scores.sum(-1, keepdim=True) - 0.5) * mask,
+        },
+        non_tensors={"uid": np.array([f"u{step}_{i // 4}" for i in range(n)], dtype=object)},
+        meta_info={"temperature": 1.0, "global_token_num": attention.sum(-1).tolist()},
+    )
+
+
+def snapshot(batch):
+    tensors = {name: value.clone() for name, value in batch.batch.items()}
+    return torch.get_rng_state().clone(), tensors, dict(batch.meta_info), sorted(batch.non_tensor_batch)
+
+
+def unchanged(before, batch) -> bool:
+    state, tensors, meta, names = before
+    return (
+        torch.equal(state, torch.get_rng_state())
+        and set(tensors) == set(batch.batch.keys())
+        and all(torch.equal(value, batch.batch[name]) for name, value in tensors.items())
+        and meta == dict(batch.meta_info)
+        and names == sorted(batch.non_tensor_batch)
+    )
+
+
+def digest(worker) -> str:
+    state = hashlib.sha256()
+
+    def add(value) -> None:
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        state.update(value.detach().contiguous().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode())
+
+    for name, parameter in sorted(worker.actor.engine.module.named_parameters()):
+        state.update(name.encode())
+        add(parameter.detach())
+    for moments in worker.actor.engine.optimizer.state.values():
+        for name in sorted(moments):
+            add(moments[name])
+    return state.hexdigest()
+
+
+def boom(*args, **kwargs):
+    raise RuntimeError("injected")
+
+
+class BrokenSink:
+    write = close = boom
+
+
+# Where a failure is injected, one a step: (object and attribute that fail, the metric that counts it).
+FAULTS = {
+    "reading": (hook_module, "read_rows", "collapse/failed_reading_the_batch"),
+    "rollouts": (hook_module, "batch_of", "collapse/failed_reading_the_batch"),
+    "workers": (WorkerScorer, "contract", "collapse/failed_measuring"),
+    "plan": (scorer_module, "check_rows", "collapse/failed_measuring"),
+    "metrics": (monitor_module, "matrix_metrics", "collapse/failed_measuring"),
+    "rollout metrics": (monitor_module, "rollout_report", "collapse/failed_measuring"),
+    "dump": (hook_module, "dump", "collapse/failed_dumping_rollouts"),
+    "around": (hook_module, "response_limit", "collapse/failed_reading_the_batch"),
+    "logging": (LogWindow, "merge_into", "collapse/failed_logging"),
+}
+
+
+def faults(folder: Path, strategy: str, *overrides: str) -> dict:
+    """One injected failure a step, in every stage; then the same updates without diagnostics."""
+    config = config_of(folder, strategy, *overrides)
+    said: dict = {"named": {}}
+    for hooked in (True, False):
+        worker = worker_of(config)
+        trainer = trainer_of(folder, config, worker)
+        if hooked:
+            sink = BrokenSink()
+            hook = attach(trainer, every=1, reasoning="completion", out=str(folder / "faulty"), dump=True, sinks=[sink])
+        draw = torch.Generator().manual_seed(1)
+        for step, (stage, (where, name, metric)) in enumerate(FAULTS.items()):
+            batch = with_old_log_probs(trainer, training_batch(trainer.tokenizer, step, draw))
+            trainer.global_steps = step + 1
+            sane = vars(where).get(name)
+            if hooked:
+                calls = trainer.actor_rollout_wg.calls
+                setattr(where, name, boom)
+                if stage == "workers":
+                    hook.monitor.scorer.contract = boom
+            trainer._update_actor(batch)
+            if hooked:
+                hook.monitor._failures_in_a_row = 0  # three in a row would switch scoring off, and hide the next stage
+                line = {"training/global_step": step + 1}
+                hook.merge_into(line)
+                if stage == "workers":
+                    hook.monitor.scorer.contract = score_tensordict
+                    del WorkerScorer.contract
+                else:
+                    setattr(where, name, sane)
+                said["named"][stage] = line.get(metric)
+                if stage == "plan":
+                    said["calls of an invalid plan"] = trainer.actor_rollout_wg.calls - calls
+        said["on" if hooked else "off"] = digest(worker)
+    return said
+
+
+def trainer_of(folder: Path, config, worker):
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.config, trainer.actor_rollout_wg, trainer.global_steps = config, Group(worker), 0
+    trainer.tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    return trainer
+
+
+def with_old_log_probs(trainer, batch):
+    old, _ = RayPPOTrainer._compute_old_log_prob(trainer, batch)
+    old.batch.pop("entropys")
+    return batch.union(old)
+
+
+def train(folder: Path, strategy: str, overrides, hooked: bool) -> dict:
+    """Three updates of the real trainer's methods and the real engine."""
+    config = config_of(folder, strategy, *overrides)
+    worker = worker_of(config)
+    trainer = trainer_of(folder, config, worker)
+    said: dict = {"own": [], "untouched": True}
+    if hooked:
+        hook = attach(trainer, every=1, reasoning="completion", max_contexts=4)
+        observe = hook._observe
+
+        def watched(batch):
+            before = snapshot(batch)
+            observe(batch)
+            said["untouched"] &= unchanged(before, batch)
+
+        hook._observe = watched
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
+    for step in range(3):
+        batch = with_old_log_probs(trainer, training_batch(trainer.tokenizer, step, draw))
+        trainer.global_steps = step + 1
+        metrics = trainer._update_actor(batch).meta_info["metrics"]
+        if hooked:
+            line: dict = {"training/global_step": step + 1}
+            hook.merge_into(line)
+            said["own"].append(line.get("collapse/own_logp_difference"))
+            said["failed"] = [name for name in line if "failed" in name or "failures" in name]
+    grad_norm = metrics["actor/grad_norm"]
+    return said | {"digest": digest(worker), "grad_norm": repr(grad_norm), "calls": trainer.actor_rollout_wg.calls}
+
+
+def bitwise(folder: Path, strategy: str, *overrides: str) -> dict:
+    return {"on": train(folder, strategy, overrides, True), "off": train(folder, strategy, overrides, False)}
+
+
+if __name__ == "__main__":
+    where, check, *rest = sys.argv[1:]
+    os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT", "29517")
+    print(
+        "RESULT "
+        + json.dumps({"agreement": agreement, "bitwise": bitwise, "faults": faults}[check](Path(where), *rest))
+    )
