@@ -43,6 +43,7 @@ class Chromium:
         self._buffer = b""
         self._id = 0
         self._session: str | None = None
+        self._target: str | None = None
         self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -77,8 +78,10 @@ class Chromium:
     def open(self, url: str, *, width: int = 1280, height: int = 900, ready: str = READY) -> None:
         """A new page at `url`, until `ready` is true. Events so far are forgotten."""
         self._session = None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        before, self._target = self._target, self.call("Target.createTarget", url="about:blank")["targetId"]
+        if before is not None:
+            self.call("Target.closeTarget", targetId=before)
+        self._session = self.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
         self.events.clear()
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")

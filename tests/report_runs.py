@@ -29,7 +29,7 @@ def write_run(
                 store.append(Record(step=step, values={}, status="failed", reason="out of <b>memory</b>"))
                 continue
             values = {"reward/mean": reward + 0.1 * rng.normal(), "entropy/token_mean": 2.0 + 0.05 * rng.normal()}
-            values |= {"tools/calls_per_rollout": 2.0 if step < 50 else 0.1}
+            values |= {"tools/calls_per_rollout": 2.0 if step < 50 else 0.1, "length/mean": 40 + 20 * reward}
             for environment in environments:
                 if environment is not None:
                     values[f"env/{environment}/reward/mean"] = reward + 0.1 * rng.normal()
