@@ -1,12 +1,21 @@
-"""Write docs/metrics.md from the metric registry: `python docs/generate.py`. A test checks that it is current."""
+"""Write what the docs say of the code out of the code: `python docs/generate.py`. A test checks that it is current.
+
+docs/metrics.md is made of the metric registry, the fault table in docs/reliability.md of the tests that are marked
+`@pytest.mark.fault("what", "what happens")`.
+"""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 from collapsediag.metrics.registry import MetricInfo, families
 
 TARGET = Path(__file__).parent / "metrics.md"
+RELIABILITY = Path(__file__).parent / "reliability.md"
+TESTS = Path(__file__).parent.parent / "tests"
+BEGIN, END = "<!-- faults: begin -->\n", "<!-- faults: end -->\n"
 
 HEAD = """# Metrics
 
@@ -39,5 +48,31 @@ def render() -> str:
     return "".join(parts)
 
 
+def faults() -> list[tuple[str, str, str]]:
+    """(fault, what happens, test) of every marked test."""
+    found = []
+    for file in sorted(TESTS.glob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                found += [(*texts, f"{file.name}::{node.name}") for texts in _fault_marks(node)]
+    return sorted(found, key=lambda row: row[0].lower())
+
+
+def _fault_marks(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    for mark in node.decorator_list:
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.fault":
+            what, happens = (ast.literal_eval(argument) for argument in mark.args)
+            yield what, happens
+
+
+def with_fault_table(page: str) -> str:
+    """The page with its table as the tests have it."""
+    head, _, rest = page.partition(BEGIN)
+    rows = ["| fault | what happens | test |\n|---|---|---|\n"]
+    rows += [f"| {what} | {happens} | `{test}` |\n" for what, happens, test in faults()]
+    return "".join((head, BEGIN, *rows, END, rest.partition(END)[2]))
+
+
 if __name__ == "__main__":
     TARGET.write_text(render(), encoding="utf-8")
+    RELIABILITY.write_text(with_fault_table(RELIABILITY.read_text(encoding="utf-8")), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,26 @@ FENCE = re.compile(r"(?P<mark><!-- not run: .+? -->\n)?^```python\n(?P<code>.*?)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
-def test_the_metrics_page_is_what_the_registry_says() -> None:
+@pytest.fixture(scope="module")
+def generate() -> Any:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == module.render(), "run python docs/generate.py"
+    return module
+
+
+def test_the_metrics_page_is_what_the_registry_says(generate: Any) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page == generate.render(), "run python docs/generate.py"
+
+
+def test_the_fault_table_is_what_the_tests_say(generate: Any) -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert page == generate.with_fault_table(page), "run python docs/generate.py"
+    names = [what for what, _, _ in generate.faults()]
+    assert len(names) == len(set(names)), "every fault has one test"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

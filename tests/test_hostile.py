@@ -261,6 +261,7 @@ class UnshowableError(Exception):
         raise RuntimeError("no text")
 
 
+@pytest.mark.fault("an error whose message cannot be shown", "recorded by its type")
 @pytest.mark.faults
 def test_an_error_without_a_text_does_not_end_training(tmp_path: Path) -> None:
     def fail(context: Any, trace: Any) -> float:
@@ -327,6 +328,10 @@ BAD_LINES = (
 )
 
 
+@pytest.mark.fault(
+    "damaged lines in metrics.jsonl",
+    "skipped and counted in one warning; the records around them are read",
+)
 def test_lines_of_every_kind_of_damage_are_passed_over(tmp_path: Path) -> None:
     with RunStore(tmp_path) as store:
         store.append(cd.Record(step=1, values={"a": 1.0}))

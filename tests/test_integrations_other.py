@@ -375,6 +375,7 @@ def test_a_rank_that_becomes_known_later_counts(monkeypatch: pytest.MonkeyPatch)
     assert steps == [7]
 
 
+@pytest.mark.fault("fork", "the child neither writes nor closes what is its parent's")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_neither_writes_nor_closes(tmp_path: Path) -> None:
     out = run_python(

@@ -544,6 +544,7 @@ def test_observed_and_unobserved_runs_continue_each_other(tmp_path: Path) -> Non
     assert unobserved.state.global_step == 3
 
 
+@pytest.mark.fault("a checkpoint holds a state that cannot be read", "said, and the run goes on with fresh averages")
 @pytest.mark.faults
 def test_a_state_that_cannot_be_read_is_said_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback, _ = observer()

@@ -89,6 +89,10 @@ def test_every_rank_has_the_numbers_and_the_first_alone_writes(job: tuple[Path, 
     assert [(step, status) for step, status, _ in first["evaluations"]] == [(2, "ok"), (3, "ok")]
 
 
+@pytest.mark.fault(
+    "one rank of several fails",
+    "the step is recorded as failed on all; nobody hangs, training stays bit-identical",
+)
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failure_on_one_rank_neither_hangs_nor_kills(job: tuple[Path, list[dict[str, Any]]], fault: str) -> None:

@@ -167,6 +167,10 @@ def test_a_state_of_another_version_is_refused() -> None:
         m.load_state_dict({"version": 99})
 
 
+@pytest.mark.fault(
+    "the scorer raises",
+    "the step is recorded as failed, with the reason and no number; training goes on",
+)
 @pytest.mark.faults
 def test_a_failure_is_a_record_with_the_reason_and_no_values(caplog: pytest.LogCaptureFixture) -> None:
     m, keep = monitor(PlantedScorer(fail_calls={2}))
@@ -182,6 +186,7 @@ def test_a_failure_is_a_record_with_the_reason_and_no_values(caplog: pytest.LogC
     assert caplog.text.count("training goes on") == 1
 
 
+@pytest.mark.fault("scoring fails half-way", "the moving averages are as before the step")
 @pytest.mark.faults
 def test_a_failed_step_does_not_move_the_average() -> None:
     class SecondNamespaceFails(PlantedScorer):
@@ -209,6 +214,7 @@ def test_a_trace_that_cannot_be_scored_is_said_once_and_counted_always(caplog: p
     ]
 
 
+@pytest.mark.fault("the scorer raises three times in a row", "scoring stops and says so once; rollout metrics go on")
 @pytest.mark.faults
 def test_after_three_failures_in_a_row_scoring_stops_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     scorer = PlantedScorer(fail_calls=set(range(1, 99)))

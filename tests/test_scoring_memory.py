@@ -56,6 +56,10 @@ def short_pairs() -> ScoringPairs:
     return pairs_of(contexts, traces, [i % 5 for i in range(20)])
 
 
+@pytest.mark.fault(
+    "out of memory in the scorer (CUDA, MPS, CPU)",
+    "the token budget is halved and scoring goes on where it stopped; the scores are the same",
+)
 @pytest.mark.parametrize(
     "error",
     [

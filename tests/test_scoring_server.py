@@ -324,6 +324,10 @@ def test_an_echo_server_that_generates_all_the_same(server: Server) -> None:
 # --- what may go wrong for a while ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "a scoring server answers 500, 429 or 503, hangs up, or cuts its answer",
+    "retried; the scores are the same",
+)
 @EVERY_SCORER
 @pytest.mark.parametrize(
     "fault",
@@ -337,6 +341,7 @@ def test_passing_faults_are_retried(server: Server, make: Any, fault: Fault) -> 
     assert len(server.bodies) == 15 + 2
 
 
+@pytest.mark.fault("a scoring server hangs", "given up after the time limit, retried, then an error that names it")
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", [slow(1.0), dripping], ids=["slow", "dripping"])
 def test_a_time_out_is_retried_and_named(server: Server, fault: Fault) -> None:

@@ -232,6 +232,10 @@ class KernelError(Exception):
     """What a broken kernel raises."""
 
 
+@pytest.mark.fault(
+    "the forward pass raises in the middle",
+    "weights, modes, caches, hooks, gradients and random states are as before",
+)
 @pytest.mark.parametrize("error", [KernelError, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["model.layers.1.mlp", "model.norm"])

@@ -45,6 +45,7 @@ def test_jsonl_sink_writes_a_run_folder(tmp_path: Path) -> None:
     assert [r.step for r in read_records(tmp_path / "run")] == [0, 1, 2]
 
 
+@pytest.mark.fault("a sink raises", "warned once; switched off after three failures in a row; the others go on")
 def test_a_failing_sink_does_not_touch_the_others_and_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     good, bad, flaky = Recorder(), Recorder(fail_at=set(range(2, 99))), Recorder(fail_at={1, 2, 4, 5, 7, 8})
     fan = FanOut([bad, flaky, good])
