@@ -361,6 +361,19 @@ def test_no_signal_because_all_is_solved_is_no_alarm_unless_a_template_solves_it
     assert "template that pays" in hacked["healthy_saturation"].meaning
 
 
+def test_signal_that_goes_because_nearly_all_rollouts_succeed_is_no_alarm() -> None:
+    """Groups of 16 at a success rate of 0.93: a third of them is solved by all, and the reward's std has halved."""
+
+    def solved(i: int, rate: float) -> Values:
+        gone = {"reward/within_group_std": 0.16, "reward/all_success_fraction": rate**16}
+        return {**gone, **near(i, rate, "pass@1"), **near(i, 1.0, "pass@8", 0.0)} if i >= 6 else {}
+
+    assert cd.judge(run(lambda i: solved(i, 0.93)))["reward_variance_cliff"].status == "info"
+    assert cd.judge(run(lambda i: solved(i, 0.8)))["reward_variance_cliff"].status == "warning"
+    hacked = cd.judge(run(lambda i: {**solved(i, 0.93), **at_chance(i)}))
+    assert hacked["reward_variance_cliff"].status == "warning"
+
+
 def test_all_equal_groups_are_judged_against_the_share_that_chance_gives() -> None:
     # G = 2 at a success rate of 0.1: 0.82 of the groups are equal by chance.
     def pairs(i: int) -> Values:

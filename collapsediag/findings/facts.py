@@ -56,14 +56,17 @@ class Facts:
 
     @cached_property
     def is_saturated(self) -> bool:
-        """Whether most prompts are solved by all their rollouts while the reasoning still depends on the prompt.
+        """Whether the task is solved while the reasoning still depends on the prompt.
 
         Success alone is no excuse: a policy that has found a template that pays solves every prompt, too.
         """
-        solved = self.series("reward/all_success_fraction")
-        needed = min(self.settings.persistence, len(solved))
-        recent = solved.values[len(solved) - needed :]
-        return bool(recent) and min(recent) >= self.settings.saturated_high and not self.mi_is_low
+        levels = {"reward/all_success_fraction": self.settings.saturated_high, "pass@1": self.settings.solved_high}
+        return not self.mi_is_low and any(self._stays_above(name, level) for name, level in levels.items())
+
+    def _stays_above(self, name: str, level: float) -> bool:
+        series = self.series(name)
+        recent = series.values[max(0, len(series) - self.settings.persistence) :]
+        return bool(recent) and min(recent) >= level
 
     def traces(self, namespace: str) -> tuple[int, ...]:
         """Rows of the last scored step to read side by side: of different prompts, not retrieved as their own."""

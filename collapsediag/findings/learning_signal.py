@@ -22,9 +22,7 @@ ENVIRONMENT_NAMES = {
     "entropy/sampled_mean": "token entropy",
 }
 _ENVIRONMENT = re.compile(r"^env/([^/]+)/")
-_SATURATED = (
-    "Most prompts are solved by all of their rollouts: no signal is left because there is nothing to learn from."
-)
+_SATURATED = "Most rollouts solve their prompt: little signal is left because there is little left to learn from."
 
 
 def reward_variance_cliff(facts: Facts) -> Finding:

@@ -30,6 +30,8 @@ class FindingSettings:
     narrowing_gain, narrowing_loss: pass@1 above its baseline by this and pass@k below its own by that.
     saturation_high: share of the MI bound from which more prompts are needed to see anything.
     saturated_high: share of prompts solved by every rollout from which a lack of signal is success, not collapse.
+    solved_high: share of solved rollouts from which it is so as well: in large groups one failure in a group is likely
+        long after the task is learnt.
     identical_high: share of completions equal to another one of their group.
     identical_min_length: mean length below which equal completions are expected.
     truncated_high: share of turns cut off.
@@ -66,6 +68,7 @@ class FindingSettings:
     narrowing_loss: float = 0.05
     saturation_high: float = 0.95
     saturated_high: float = 0.5
+    solved_high: float = 0.85
     identical_high: float = 0.5
     identical_min_length: float = 16.0
     truncated_high: float = 0.25
