@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,17 +98,22 @@ class HFScorer:
         self._max_tokens = max_tokens
         self._calls = 0
         self._budget = BackOff()
+        self._known: weakref.ref[Any] | None = None
         self.model = model
 
     @property
     def model(self) -> Any:
-        """The model that is scored; another one may be put in its place."""
+        """The model that is scored; another one may be put in its place, and None lets go of it."""
         return self._model
 
     @model.setter
     def model(self, model: Any) -> None:
         self._model = model
+        if self._known is not None and (model is None or model is self._known()):
+            return
         self.max_tokens = self._max_tokens if self._max_tokens is not None else ModelAccess.of(model).max_tokens
+        # Weak: whoever lends a model for one step at a time finds what was learnt of it, and may free it.
+        self._known = weakref.ref(model)
         # Ways that this model turned out not to allow, with the reason, and ways that passed a self-check.
         self._failed: dict[str, str] = {}
         self._passed: set[str] = set()
