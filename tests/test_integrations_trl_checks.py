@@ -283,3 +283,23 @@ def test_own_scores_under_bf16_autocast_are_the_trainers_up_to_its_noise(tmp_pat
     tiny.trainer("grpo", tmp_path, [callback], steps_per_generation=2, per_device_train_batch_size=4, bf16=True,
                  max_steps=1).train()  # fmt: skip
     assert 0 < keep.records[0].values["collapse/own_logp_difference"] < 1e-3
+
+
+def test_what_was_learnt_of_the_model_is_kept_from_step_to_step(tmp_path: Path) -> None:
+    """The model is lent for one measurement at a time, and its self-check is not due anew at each."""
+    callback, keep = observer()
+    checks: list[int] = []
+    trainer = tiny.trainer("grpo", tmp_path, [callback], max_steps=3)
+    observe = callback.monitor.observe
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        found = observe(*args, **kwargs)
+        checks.append(len(callback.session._scorer._passed))
+        return found
+
+    callback.monitor.observe = watched  # type: ignore[method-assign]
+    trainer.train()
+    assert all(r.status == "ok" for r in keep.records)
+    assert checks == [1, 1, 1]
+    assert callback.session._scorer.model is None
+    assert callback.session._scorer._passed
