@@ -71,7 +71,7 @@ class Alarmed:
 
     detected: collapsed runs in which it was up. false_runs: healthy runs in which it ever was.
     false_steps: of their scored steps, those at which it was up.
-    leads: steps from the alarm to the loss of reading, of each detected run; negative where it came after.
+    leads: steps from the alarm to the loss, of each detected run; negative where it came after.
     """
 
     detected: Rate
@@ -85,15 +85,24 @@ class Alarmed:
         return 1000 * self.false_steps.k / max(1, self.false_steps.n)
 
 
-def alarmed(outcomes: Sequence[Outcome], up: Callable[[Outcome], Sequence[bool]]) -> Alarmed:
-    """An alarm against behaviour; `up` says at which scored steps of a run it is up, [S]."""
-    collapsed = [(one, list(up(one))) for one in outcomes if one.kind in COLLAPSED]
+def alarmed(
+    outcomes: Sequence[Outcome],
+    up: Callable[[Outcome], Sequence[bool]],
+    *,
+    kinds: Collection[str] = COLLAPSED,
+    lost: str = "reading",
+) -> Alarmed:
+    """An alarm against behaviour; `up` says at which scored steps of a run it is up, [S].
+
+    kinds: the runs that it should find. lost: the behaviour whose loss it should precede.
+    """
+    collapsed = [(one, list(up(one))) for one in outcomes if one.kind in kinds]
     healthy = [list(up(one)) for one in outcomes if one.kind == "healthy"]
     leads = []
     for one, up_S in collapsed:
-        lost = one.lost_at("reading")
-        if any(up_S) and lost is not None:
-            leads.append(lost - one.steps[up_S.index(True)])
+        lost_at = one.lost_at(lost)
+        if any(up_S) and lost_at is not None:
+            leads.append(lost_at - one.steps[up_S.index(True)])
     return Alarmed(
         detected=Rate(k=sum(any(up_S) for _, up_S in collapsed), n=len(collapsed)),
         false_runs=Rate(k=sum(map(any, healthy)), n=len(healthy)),
@@ -107,9 +116,9 @@ def by_checks(checks: Collection[str] | None = None) -> Callable[[Outcome], Sequ
     return lambda one: [bool(said if checks is None else said & set(checks)) for said in one.said]
 
 
-def by_settings(settings: cd.FindingSettings) -> Callable[[Outcome], Sequence[bool]]:
-    """The dependence findings under other thresholds."""
-    return lambda one: [bool(said & set(DEPENDENCE_CHECKS)) for said in alarms(one.records, one.steps, settings)]
+def by_settings(settings: cd.FindingSettings, checks: Collection[str]) -> Callable[[Outcome], Sequence[bool]]:
+    """The alarm of these checks under other thresholds."""
+    return lambda one: [bool(said & set(checks)) for said in alarms(one.records, one.steps, settings)]
 
 
 def by_ratio(name: str, low: float) -> Callable[[Outcome], Sequence[bool]]:
@@ -126,9 +135,14 @@ def by_ratio(name: str, low: float) -> Callable[[Outcome], Sequence[bool]]:
 
 
 def best_ratio(outcomes: Sequence[Outcome], name: str, candidates: Sequence[float]) -> tuple[float, Alarmed]:
-    """The ratio that detects most of those that alarm in the fewest healthy runs; of equal ones the lowest."""
+    """The ratio that alarms in the fewest healthy runs, of these detects most, of these earliest, and is the lowest."""
     tried = [(low, alarmed(outcomes, by_ratio(name, low))) for low in candidates]
-    return min(tried, key=lambda t: (t[1].false_runs.k, -t[1].detected.k, t[0]))
+
+    def order(one: tuple[float, Alarmed]) -> tuple[float, ...]:
+        low, found = one
+        return (found.false_runs.k, -found.detected.k, -float(np.median(found.leads or [0])), low)
+
+    return min(tried, key=order)
 
 
 def fewer_traces(one: Outcome, n_contexts: int, group_size: int) -> list[bool]:

@@ -80,6 +80,15 @@ class Outcome:
         """The alarms that were up at each scored step, judged from the records up to that step alone, [S]."""
         return alarms(self.records, self.steps)
 
+    @property
+    def dated(self) -> int | None:
+        """The step that the first alarm of a dependence check dates itself from, as it was said when it came up."""
+        known = self.alarm_step(DEPENDENCE_CHECKS)
+        if known is None:
+            return None
+        verdict = cd.judge([record for record in self.records if record.step <= known])
+        return min(f.since_step for f in verdict.alarms if f.check in DEPENDENCE_CHECKS and f.since_step is not None)
+
     def alarm_step(self, checks: Collection[str]) -> int | None:
         """The scored step at which one of these checks first was an alarm, as it was known then."""
         return next((step for step, up in zip(self.steps, self.said, strict=True) if up & set(checks)), None)
