@@ -27,7 +27,7 @@ HOSTILE = (
     "safe \u202eesrever\u202c \u2066isolate\u2069 zero\u200bwidth tag\U000e0041",
     "bell\x07 escape\x1b[31m null\x00 delete\x7f separators\u2028\u2029 lone \ud800 and \udfff",
     "من اليمين إلى اليسار " + "עברית",
-    f"emoji {FAMILY} \U0001f44d\U0001f3fd می\u200cخواهم",
+    f"emoji {FAMILY} \U0001f44d\U0001f3fd می\u200cخواهم",  # noqa: RUF001
     "word " * 200_000,
 )  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_traces_are_found_and_read(browser: Chromium, page: str) -> None:
     assert text(browser, "#trace-reader h4").startswith("Trace 9: ")
     assert "trace=9" in browser.evaluate("location.hash")
     assert text(browser, ".prompts pre") == "the task says: prompt number 1, think first"
-    x, y, width, height = browser.box(".cells canvas")
+    x, y, _, height = browser.box(".cells canvas")
     browser.drag((x + 3, y + height * 60.5 / 64), (x + 3, y + height * 60.5 / 64))
     assert text(browser, "#trace-reader h4").startswith("Trace 60: ")
     browser.key("n")
@@ -202,8 +202,8 @@ def test_those_who_see_no_charts_get_words_and_a_table(browser: Chromium, page: 
 
 def test_environments_share_one_axis(browser: Chromium, page: str) -> None:
     browser.open(page)
-    axes = "[...document.querySelectorAll('#environments svg')].map(e => [...e.querySelectorAll('.tick')].map(t => t.textContent).join())"
-    found = browser.evaluate(axes)
+    ticks = "[...e.querySelectorAll('.tick')].map(t => t.textContent).join()"
+    found = browser.evaluate(f"[...document.querySelectorAll('#environments svg')].map(e => {ticks})")
     assert len(found) == 2
     assert found[0] == found[1]
     assert browser.evaluate("[...document.querySelectorAll('#environments h3')].map(e => e.textContent)") == [

@@ -168,7 +168,7 @@ CHARTS = (
         key="answers",
         section="behaviour",
         title="Distinct answers per prompt: bad when it nears 1",
-        note="How many different final answers the rollouts of a prompt give.",
+        note="How many different final answers the rollouts of a prompt give. Few are right where it is solved.",
         unit="count",
         lines=(_with_interval("diversity/distinct_answers_per_group", "answers"),),
     ),

@@ -80,7 +80,7 @@ def _asset(name: str) -> str:
 
 def _block(name: str, value: Any) -> str:
     """Data as base64 of zlib of JSON: small, and made of letters that mean nothing to an HTML parser."""
-    packed = zlib.compress(json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii"), 9)
+    packed = zlib.compress(json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii"), 6)
     return f'<script type="text/plain" id="{name}">{base64.b64encode(packed).decode("ascii")}</script>'
 
 

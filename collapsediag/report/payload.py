@@ -256,7 +256,7 @@ def _drawn_matrix(
 def _packed(pmi_NP: NDArray[np.float64], limit: float) -> str:
     levels_NP = 128 + np.round(np.clip(pmi_NP / limit, -1.0, 1.0) * 127)
     bytes_NP = np.where(np.isnan(pmi_NP), 0, levels_NP).astype(np.uint8)
-    return base64.b64encode(zlib.compress(bytes_NP.tobytes(), 9)).decode("ascii")
+    return base64.b64encode(zlib.compress(bytes_NP.tobytes(), 6)).decode("ascii")
 
 
 def _trace(line: Mapping[str, Any], pmi_P: NDArray[np.float64] | None, contexts: dict[str, int]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 // The colours mean the same at every step, so that a collapsed matrix looks empty and not vivid.
 
 const COLOURS = {
-  light: { below: [230, 146, 56], zero: [247, 246, 243], above: [8, 61, 119], missing: [190, 190, 186], frame: '#3a3a38' },
-  dark: { below: [240, 160, 80], zero: [34, 37, 41], above: [126, 192, 255], missing: [90, 92, 95], frame: '#d0cdc6' },
+  light: { below: [228, 196, 150], zero: [247, 246, 243], above: [8, 61, 119], missing: [190, 190, 186], frame: '#3a3a38' },
+  dark: { below: [104, 80, 50], zero: [34, 37, 41], above: [126, 192, 255], missing: [90, 92, 95], frame: '#d0cdc6' },
 };
 const MAX_HEIGHT = 520;
 const MIN_FRAMED = 5;

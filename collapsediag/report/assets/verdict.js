@@ -41,6 +41,9 @@ function answers(one, lead) {
     const also = verdict.findings.filter(finding => finding !== lead && !finding.is_lookalike && ['warning', 'critical'].includes(finding.status));
     if (also.length) row('Also', also.map(sinceWords).join('; ') + '.');
   }
+  if (!lead) row('How sure', verdict.findings.find(finding => finding.check === 'template_collapse').evidence || 'No step was scored: nothing is known about the prompt.');
+  const notes = verdict.findings.filter(finding => finding.status === 'info');
+  if (notes.length) row('Worth knowing', notes.map(sinceWords).join('; ') + '.');
   row('Checked', verdict.counts);
   const reading = lead?.traces.length && verdict.traces_step !== null
     ? ['Traces ', ...lead.traces.flatMap((trace, i) => [i ? ', ' : '', traceLink(verdict.traces_step, trace)]), ' side by side. ']
