@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 import weakref
 from collections import Counter
@@ -151,9 +150,10 @@ class CollapseHook:
         import verl
 
         pairs = self.monitor.pair_settings
-        rows = trainer.config.data.train_batch_size * trainer.config.actor_rollout_ref.rollout.n
-        cells = (pairs.max_traces or rows) * (pairs.max_contexts or trainer.config.data.train_batch_size)
-        cells = cells if pairs.max_pairs is None else min(cells, pairs.max_pairs)
+        prompts = trainer.config.data.train_batch_size
+        rows = prompts * trainer.config.actor_rollout_ref.rollout.n
+        cells = min(pairs.max_traces or rows, rows) * min(pairs.max_contexts or prompts, prompts)
+        cells = min(cells, pairs.max_pairs or cells)
         refusal = lasting_refusal(trainer.config)
         cost = (
             REFUSALS[refusal]
@@ -245,15 +245,11 @@ class CollapseHook:
 
     def merge_into(self, data: MutableMapping[str, Any]) -> None:
         """Add what waits for the line of this step. Never raises, never replaces a key."""
-        self._guarded("logging", self._merge, data)
-
-    def _merge(self, data: MutableMapping[str, Any]) -> None:
-        self._window.merge_into(data)
+        self._guarded("logging", self._window.merge_into, data)
         for stage, count in self._failures.items():
             data.setdefault(f"collapse/failed_{stage.replace(' ', '_')}", float(count))
         for name, value in self._more.items():
-            if math.isfinite(value):
-                data.setdefault(name, value)
+            data.setdefault(name, value)
         self._more.clear()
 
 

@@ -23,7 +23,8 @@ if __name__ == "__main__":
         object_store_memory=100_000_000,
         log_to_driver=False,
     )
-    from engine_checks import config_of, furthest, plain_forward, some_pairs
+    from engine_checks import config_of
+    from oracle import furthest, plain_forward, some_pairs
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
     from verl.workers.engine_workers import ActorRolloutRefWorker
 

@@ -9,18 +9,55 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
 MICRO = 4
+
+
+def tokenizer():
+    """Byte-level pairs, as Qwen's: veRL wants a newline to be one token. <think> is an added one, not special."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    core.train_from_iterator(["what is 12+35? i need to add the numbers, so the answer is 47"] * 20, trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<think>", "</think>")])
+    made.chat_template = (
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n'}}{% endfor %}"
+        "{% if add_generation_prompt %}{{'<|im_start|>assistant\n'}}{% endif %}"
+    )
+    return made
 
 
 def make(folder: Path) -> None:
     """FOLDER/policy and FOLDER/toy.parquet."""
     import pandas
     import torch
-    from trl_tiny import qwen2, tokenizer
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     made = tokenizer()
-    model = qwen2(made, hidden=64)
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(made),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            eos_token_id=made.eos_token_id,
+            pad_token_id=made.pad_token_id,
+            bos_token_id=None,
+        )
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:

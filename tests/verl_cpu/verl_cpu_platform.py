@@ -6,6 +6,7 @@ Load with VERL_USE_EXTERNAL_MODULES=verl_cpu_platform VERL_PLATFORM=cpu in every
 from __future__ import annotations
 
 import os
+import sys
 import types
 from contextlib import contextmanager
 
@@ -134,15 +135,20 @@ def _gloo(backend=None, *args, **kwargs):
 dist.init_process_group = _gloo
 
 
-def _register(module):
+NAME = "hf_cpu"
+
+
+def _replica_class():
     import verl_cpu_rollout
 
+    return verl_cpu_rollout.replica_class()
+
+
+def _register(module):
     if module.__name__ == "verl.workers.rollout.replica":
-        module.RolloutReplicaRegistry.register(verl_cpu_rollout.NAME, verl_cpu_rollout.replica_class)
+        module.RolloutReplicaRegistry.register(NAME, _replica_class)
     else:
-        module._ROLLOUT_REGISTRY[(verl_cpu_rollout.NAME, "async")] = "verl_cpu_rollout.ServerAdapter"
+        module._ROLLOUT_REGISTRY[(NAME, "async")] = "verl_cpu_rollout.ServerAdapter"
 
-
-import sys  # noqa: E402
 
 sys.meta_path.insert(0, TrainerImports({"verl.workers.rollout.replica", "verl.workers.rollout.base"}, _register))

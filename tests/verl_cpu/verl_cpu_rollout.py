@@ -9,8 +9,6 @@ import ray
 import torch
 from verl.workers.rollout.base import BaseRollout
 
-NAME = "hf_cpu"
-
 
 class Server:
     """Samples token by token; the draw depends on prompt, sample number and step alone, so runs can be compared."""
