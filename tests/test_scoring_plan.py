@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from collapsediag.scoring.contexts import plan_bases, plan_batches
 from collapsediag.scoring.cost import CostEstimate, estimate, estimate_cost, floor_of
 from collapsediag.scoring.packing import Step, pack_traces, trie_size, unique_sequences
-from collapsediag.scoring.plan import Unique, plan_groups
+from collapsediag.scoring.plan import Unique, make_plan
 from collapsediag.scoring.shape import WorkModel, choose_shape
 
 IntArray = NDArray[np.int64]
@@ -151,7 +151,7 @@ def test_cells_that_want_the_same_traces_run_together_and_no_other_cell_runs() -
     scored[:, 1] = scored[:, 4]
     scored[:, 2] = False
     unique = Unique.of(contexts, traces, scored)
-    groups = plan_groups(unique, WorkModel())
+    groups = make_plan(unique, WorkModel()).groups
     ran = np.zeros_like(unique.wanted_UC)
     for group in groups:
         assert not ran[np.ix_(group.trace_G, group.context_G)].any()
@@ -164,8 +164,17 @@ def test_cells_that_want_the_same_traces_run_together_and_no_other_cell_runs() -
 
 def test_finished_contexts_are_left_out() -> None:
     unique = Unique.of([array([k]) for k in range(4)], [array([7, 8])])
-    groups = plan_groups(unique, WorkModel(), np.array([[False, True, False, True]]))
+    groups = make_plan(unique, WorkModel(), np.array([[False, True, False, True]])).groups
     assert [g.context_G.tolist() for g in groups] == [[1, 3]]
+
+
+def test_groups_share_the_beginnings_of_their_contexts() -> None:
+    """As in budget mode, where each context has traces of its own."""
+    stem = np.arange(100)
+    contexts = [np.concatenate([stem, array([200 + k] * 5)]) for k in range(4)]
+    traces = [array([k, k, k]) for k in range(4)]
+    cost = estimate_cost(contexts, traces, scored_NP=np.eye(4, dtype=bool))
+    assert cost.tokens == cost.floor_tokens == 100 + 4 * 5 + 4 * 2
 
 
 def test_cost_counts_by_hand() -> None:
@@ -208,8 +217,7 @@ def test_the_floor_is_the_set_of_what_must_be_known(
         heads = set().union(*(prefixes(array(list(x))) for x, _ in wanted))
         work = WorkModel(max_tokens=budget)
         cost = estimate_cost(contexts, traces, scored_NP=np.array(scored), work=work)
-        if scored is whole:
-            assert (cost.floor_tokens, cost.floor_rows) == (len(heads) + len(read), len(rows))
+        assert (cost.floor_tokens, cost.floor_rows) == (len(heads) + len(read), len(rows))
         assert cost.naive_tokens == sum(
             contexts[j].size + traces[i].size
             for i, row in enumerate(scored)
@@ -219,7 +227,7 @@ def test_the_floor_is_the_set_of_what_must_be_known(
         # What runs covers what must, and each pass holds no node twice.
         unique = Unique.of(contexts, traces, np.array(scored))
         ran = 0
-        for group in plan_groups(unique, work):
+        for group in make_plan(unique, work).groups:
             steps = list(group.steps)
             ran += group.context_G.size * sum(step.n_tokens for step in steps)
             for number, step in enumerate(steps):
@@ -237,8 +245,7 @@ def test_cost_of_some_cells() -> None:
 
 def test_padding_of_contexts_is_counted() -> None:
     unique = Unique.of([array([1, 2, 3]), array([4])], [array([5])])
-    groups = plan_groups(unique, WorkModel())
-    assert estimate(unique, groups).tokens == 6
+    assert estimate(unique, make_plan(unique, WorkModel())).tokens == 6
     assert floor_of(unique.contexts, unique.traces) == (4, 2)
 
 

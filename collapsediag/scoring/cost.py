@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapsediag.scoring.packing import IntArray, trie_size, unique_sequences
-from collapsediag.scoring.plan import Group, Unique, plan_groups
+from collapsediag.scoring.plan import Group, Plan, Unique, make_plan
 from collapsediag.scoring.shape import WorkModel
 
 BoolArray = NDArray[np.bool_]
@@ -60,35 +60,40 @@ def floor_of(contexts: Sequence[IntArray], traces: Sequence[IntArray]) -> tuple[
     return trie_size(contexts) + count * nodes, count * (nodes + 1)
 
 
-def group_tokens(unique: Unique, group: Group) -> tuple[int, int]:
-    """(tokens, logit rows) that one group runs, padding included."""
+def plan_tokens(unique: Unique, plan: Plan) -> tuple[int, int]:
+    """(tokens, logit rows) that a plan runs, padding included."""
+    counts = [_group_tokens(unique, plan, group) for group in plan.groups]
+    shared = sum(base.tokens.size for base in plan.bases)
+    return shared + sum(tokens for tokens, _ in counts), sum(rows for _, rows in counts)
+
+
+def _group_tokens(unique: Unique, plan: Plan, group: Group) -> tuple[int, int]:
     contexts = [unique.contexts[c] for c in group.context_G]
-    tokens = sum(base.tokens.size for base in group.bases)
+    tokens = 0
     for batch in group.batches:
         for prefill in batch.prefills:
             base = batch.bases[prefill[0]]
-            start = 0 if base < 0 else group.bases[base].start + group.bases[base].tokens.size
+            start = 0 if base < 0 else plan.bases[base].start + plan.bases[base].tokens.size
             tokens += len(prefill) * (max(contexts[batch.contexts[row]].size for row in prefill) - start)
     tokens += len(contexts) * sum(step.n_tokens for step in group.steps)
     rows = len(contexts) * (1 + sum(step.row_R.size for step in group.steps))
     return int(tokens), int(rows)
 
 
-def estimate(unique: Unique, groups: Sequence[Group], scored_NP: BoolArray | None = None) -> CostEstimate:
-    """Exact counts for these groups, for the naive way, and for the floor (over groups that share nothing)."""
-    counts = [group_tokens(unique, group) for group in groups]
-    floors = [
-        floor_of([unique.contexts[c] for c in g.context_G], [unique.traces[u] for u in g.trace_G]) for g in groups
-    ]
+def estimate(unique: Unique, plan: Plan, scored_NP: BoolArray | None = None) -> CostEstimate:
+    """Exact counts for this plan, for the naive way, and for the floor."""
+    tokens, rows = plan_tokens(unique, plan)
+    contexts = [unique.contexts[c] for group in plan.groups for c in group.context_G]
+    nodes = [(g.context_G.size, trie_size([unique.traces[u][:-1] for u in g.trace_G])) for g in plan.groups]
     filled = unique.trace_of_N >= 0
     cells = filled[:, None] & (np.ones(len(unique.context_of_P), bool) if scored_NP is None else scored_NP)
     return CostEstimate(
         pairs=int(cells.sum()),
-        tokens=sum(tokens for tokens, _ in counts),
-        logit_rows=sum(rows for _, rows in counts),
+        tokens=tokens,
+        logit_rows=rows,
         naive_tokens=unique.naive_tokens(scored_NP),
-        floor_tokens=sum(tokens for tokens, _ in floors),
-        floor_rows=sum(rows for _, rows in floors),
+        floor_tokens=trie_size(contexts) + sum(count * n for count, n in nodes),
+        floor_rows=sum(count * (n + 1) for count, n in nodes),
     )
 
 
@@ -108,4 +113,4 @@ def estimate_cost(
     (40, 1340, 6000)
     """
     unique = Unique.of(contexts, traces, scored_NP)
-    return estimate(unique, plan_groups(unique, work or WorkModel()), scored_NP)
+    return estimate(unique, make_plan(unique, work or WorkModel()), scored_NP)

@@ -18,12 +18,12 @@ from collapsediag.pairs import ScoringPairs
 from collapsediag.scoring.access import ModelAccess, check_ids
 from collapsediag.scoring.attention import Attention, CascadeAttention, MaskedAttention
 from collapsediag.scoring.checks import chunked_head, self_check
-from collapsediag.scoring.cost import CostEstimate, estimate, group_tokens
+from collapsediag.scoring.cost import CostEstimate, estimate, plan_tokens
 from collapsediag.scoring.guard import undisturbed
 from collapsediag.scoring.head import HeadTap, UnsupportedModelError
 from collapsediag.scoring.memory import MIN_TOKENS, BackOff, is_out_of_memory, release_memory, work_model
 from collapsediag.scoring.plain import Cell, PlainSettings, pair_tokens, plain_logp
-from collapsediag.scoring.plan import Unique, plan_groups
+from collapsediag.scoring.plan import Unique, make_plan
 from collapsediag.scoring.prefix import PrefixEngine, length_reason, unsupported_reason
 from collapsediag.scoring.results import Progress, Results, TokenScores
 
@@ -174,7 +174,7 @@ class HFScorer:
         check_ids(access, pairs.contexts, pairs.traces, self.max_tokens)
         unique = Unique.of(pairs.contexts, pairs.traces, scored_NP)
         work = self._work(access, unique)
-        cost = estimate(unique, plan_groups(unique, work), scored_NP)
+        cost = estimate(unique, make_plan(unique, work), scored_NP)
         if self._reason(access, unique) is None:
             return cost
         cells = np.argwhere(unique.wanted_UC)
@@ -283,13 +283,11 @@ class HFScorer:
         with HeadTap(access, self.temperature) as tap:
             engine = PrefixEngine(access, tap, way, max_tokens=work.max_tokens, on_tokens=progress.add)
             for apart in (False, True):  # the second time only what is NaN, perhaps by its neighbours in a forward
-                groups = plan_groups(results.unique, work, results.open_UC, apart=apart)
-                progress.plan(sum(group_tokens(results.unique, group)[0] for group in groups))
-                for group in groups:
-                    contexts = [results.unique.contexts[c] for c in group.context_G]
-                    entropy = results.entropy_wanted(group.trace_G, group.context_G)
-                    for scores in engine.run(contexts, group, entropy, tokens=results.wants_tokens):
-                        results.add_batch(group, scores, apart=apart)
+                plan = make_plan(results.unique, work, results.open_UC, apart=apart)
+                progress.plan(plan_tokens(results.unique, plan)[0])
+                contexts, entropy_UC = results.unique.contexts, results.entropy_UC
+                for group, scores in engine.run(contexts, plan, entropy_UC, tokens=results.wants_tokens):
+                    results.add_batch(group, scores, apart=apart)
 
     def _halve(self, access: ModelAccess, results: Results, message: str) -> None:
         before = self._work(access, results.unique).max_tokens

@@ -1,7 +1,8 @@
 """Who is scored under whom, in which order: integers only, no model.
 
 Every distinct context and every distinct trace runs once. What contexts share at their beginning runs once and is
-continued (a *base*, see `contexts`); what traces share runs once per context (see `packing`).
+continued (a *base*, see `contexts`); what traces share runs once per context (see `packing`). Cells that are not all of
+a rectangle (budget mode) become several *groups*, which share their bases.
 
 Legend: N traces and P contexts as asked for; U distinct non-empty traces, C distinct contexts; G those of a group.
 """
@@ -28,7 +29,7 @@ class Group:
     context_G, trace_G: their numbers among the distinct ones.
     steps: forward passes over the traces, run once for every batch; their trace numbers index trace_G.
     first_F: distinct first tokens; first_of_G: which of them each trace starts with.
-    bases, batches: how the contexts run.
+    batches: how the contexts run; their context numbers index context_G, their base numbers the plan's.
     """
 
     context_G: IntArray
@@ -36,8 +37,15 @@ class Group:
     steps: tuple[Step, ...]
     first_F: IntArray
     first_of_G: IntArray
-    bases: tuple[Base, ...]
     batches: tuple[ContextBatch, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Everything that runs: beginnings that contexts share, also contexts of different groups, and the groups."""
+
+    bases: tuple[Base, ...]
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,39 +93,33 @@ class Unique:
         return int(((length_N[:, None] + length_P[None, :]) * cells).sum())
 
 
-def plan_group(
-    unique: Unique, context_G: IntArray, trace_G: IntArray, work: WorkModel, *, apart: bool = False
-) -> Group:
-    """Plan one full rectangle of cells. apart: no trace runs beside another."""
-    contexts = [unique.contexts[c] for c in context_G]
-    traces = [unique.traces[u] for u in trace_G]
-    steps, rows = (apart_shape if apart else choose_shape)(contexts, traces, work)
-    bases, base_of = plan_bases(contexts)
-    first, first_of = np.unique(np.array([t[0] for t in traces], dtype=np.int64), return_inverse=True)
-    return Group(
-        context_G=np.asarray(context_G, dtype=np.int64),
-        trace_G=np.asarray(trace_G, dtype=np.int64),
-        steps=tuple(steps),
-        first_F=first,
-        first_of_G=first_of.reshape(-1),
-        bases=tuple(bases),
-        batches=tuple(plan_batches(contexts, bases, base_of, rows, work.max_tokens)),
-    )
-
-
-def plan_groups(
-    unique: Unique, work: WorkModel, open_UC: BoolArray | None = None, *, apart: bool = False
-) -> list[Group]:
+def make_plan(unique: Unique, work: WorkModel, open_UC: BoolArray | None = None, *, apart: bool = False) -> Plan:
     """Rectangles that cover the open cells (all wanted ones where not given): contexts with the same traces together.
 
     apart: no trace runs beside another.
     """
     wanted = unique.wanted_UC if open_UC is None else open_UC
+    columns = np.flatnonzero(wanted.any(axis=0))
+    bases, base_of = plan_bases([unique.contexts[c] for c in columns])
+    base_of_C = dict(zip(columns.tolist(), base_of, strict=True))
     by_traces: dict[bytes, list[int]] = {}
-    for c in range(wanted.shape[1]):
-        if wanted[:, c].any():
-            by_traces.setdefault(wanted[:, c].tobytes(), []).append(c)
-    return [
-        plan_group(unique, np.array(columns, dtype=np.int64), np.flatnonzero(wanted[:, columns[0]]), work, apart=apart)
-        for columns in by_traces.values()
-    ]
+    for c in columns.tolist():
+        by_traces.setdefault(wanted[:, c].tobytes(), []).append(c)
+    groups = []
+    for context_G in by_traces.values():
+        trace_G = np.flatnonzero(wanted[:, context_G[0]])
+        contexts, traces = [unique.contexts[c] for c in context_G], [unique.traces[u] for u in trace_G]
+        steps, rows = (apart_shape if apart else choose_shape)(contexts, traces, work)
+        first, first_of = np.unique(np.array([t[0] for t in traces], dtype=np.int64), return_inverse=True)
+        base_of_G = [base_of_C[c] for c in context_G]
+        groups.append(
+            Group(
+                context_G=np.array(context_G, dtype=np.int64),
+                trace_G=trace_G,
+                steps=tuple(steps),
+                first_F=first,
+                first_of_G=first_of.reshape(-1),
+                batches=tuple(plan_batches(contexts, bases, base_of_G, rows, work.max_tokens)),
+            )
+        )
+    return Plan(bases=tuple(bases), groups=tuple(groups))

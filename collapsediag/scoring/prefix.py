@@ -22,7 +22,7 @@ from collapsediag.scoring.contexts import ContextBatch
 from collapsediag.scoring.head import HeadJob, HeadResult, HeadTap, UnsupportedModelError
 from collapsediag.scoring.masks import KNOWN_KINDS
 from collapsediag.scoring.packing import Step, last_uses
-from collapsediag.scoring.plan import Group
+from collapsediag.scoring.plan import Group, Plan
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -73,7 +73,7 @@ class BatchScores:
 
 
 class PrefixEngine:
-    """Runs the plan of one group of cells on a model whose head is tapped.
+    """Runs a plan on a model whose head is tapped.
 
     on_tokens: called with the number of tokens after each forward pass.
     max_tokens: tokens of one forward pass.
@@ -95,30 +95,35 @@ class PrefixEngine:
         self.checked = False
 
     def run(
-        self, contexts: Sequence[IntArray], group: Group, entropy_GC: BoolArray | None = None, *, tokens: bool = False
-    ) -> Iterator[BatchScores]:
-        """Score all traces of `group` under all its contexts, a batch of contexts at a time.
+        self, contexts: Sequence[IntArray], plan: Plan, entropy_UC: BoolArray | None = None, *, tokens: bool = False
+    ) -> Iterator[tuple[Group, BatchScores]]:
+        """Score all traces of each group under all its contexts, a batch of contexts at a time.
 
-        contexts: those of the group. entropy_GC: cells whose entropies are wanted. tokens: give per-token values too.
+        contexts: the distinct ones. entropy_UC: cells whose entropies are wanted. tokens: give per-token values too.
         """
-        traces = _Entries(group)
-        kept_bases: dict[int, Prefix] = {-1: Prefix.empty(self.device)}
-        for number, batch in enumerate(group.batches):
-            for base in sorted(set(batch.bases)):
-                self._ensure_base(group, base, kept_bases)
-            prefix, first = self._prefill(contexts, group, batch, kept_bases, entropy_GC)
-            needed = {-1, *(a for b in group.batches[number + 1 :] for base in b.bases for a in _line(group, base))}
-            for base in [b for b in kept_bases if b not in needed]:
-                del kept_bases[base]
-            results = [first, *self._steps(group, batch, prefix, entropy_GC)]
-            del prefix
-            yield traces.collect(batch, results, tokens=tokens)
+        kept: dict[int, Prefix] = {-1: Prefix.empty(self.device)}
+        batches = [batch for group in plan.groups for batch in group.batches]
+        last_use = {base: n for n, batch in enumerate(batches) for end in batch.bases for base in _line(plan, end)}
+        number = 0
+        for group in plan.groups:
+            traces, chosen = _Entries(group), [contexts[c] for c in group.context_G]
+            entropy_GC = None if entropy_UC is None else entropy_UC[np.ix_(group.trace_G, group.context_G)]
+            for batch in group.batches:
+                for base in sorted(set(batch.bases)):
+                    self._ensure_base(plan, base, kept)
+                prefix, first = self._prefill(chosen, group, batch, kept, entropy_GC)
+                for base in [b for b in kept if b >= 0 and last_use[b] <= number]:
+                    del kept[base]
+                results = [first, *self._steps(group, batch, prefix, entropy_GC)]
+                del prefix
+                yield group, traces.collect(batch, results, tokens=tokens)
+                number += 1
 
-    def _ensure_base(self, group: Group, number: int, kept: dict[int, Prefix]) -> None:
+    def _ensure_base(self, plan: Plan, number: int, kept: dict[int, Prefix]) -> None:
         if number in kept:
             return
-        base = group.bases[number]
-        self._ensure_base(group, base.parent, kept)
+        base = plan.bases[number]
+        self._ensure_base(plan, base.parent, kept)
         kept[number] = self._chain(kept[base.parent], base.tokens[None, :], NO_PAIRS)[0]
 
     def _prefill(
@@ -230,11 +235,11 @@ def _after(base: Prefix, whole: Prefix) -> KeysValues:
     ]
 
 
-def _line(group: Group, base: int) -> Iterator[int]:
+def _line(plan: Plan, base: int) -> Iterator[int]:
     """A base and all that it continues."""
     while base >= 0:
         yield base
-        base = group.bases[base].parent
+        base = plan.bases[base].parent
 
 
 def _entropy_rows(step: Step, wanted_GB: BoolArray) -> BoolArray:

@@ -90,9 +90,10 @@ class Results:
         """Wanted cells that are not there yet."""
         return np.asarray(self.unique.wanted_UC & ~self.done_UC)
 
-    def entropy_wanted(self, trace_G: IntArray, context_G: IntArray) -> BoolArray | None:
-        """[G, C] cells of a group whose entropies are wanted; None where none are."""
-        return self._own[np.ix_(trace_G, context_G)] if self.entropies else None
+    @property
+    def entropy_UC(self) -> BoolArray | None:
+        """Cells whose entropies are wanted; None where none are."""
+        return self._own if self.entropies else None
 
     def add_batch(self, group: Group, scores: BatchScores, *, apart: bool = False) -> None:
         """Take over one batch of the fast path.
