@@ -124,7 +124,9 @@ def skip_unless_taken(argument: str) -> None:
     import pytest
     import trl
 
-    if argument not in inspect.signature(trl.GRPOTrainer.__init__).parameters:
+    taken = argument in inspect.signature(trl.GRPOTrainer.__init__).parameters
+    # The first releases with rollout_func ask it only where vLLM generates.
+    if not taken or (argument == "rollout_func" and int(trl.__version__.split(".")[0]) < 1):
         pytest.skip(f"GRPOTrainer of TRL {trl.__version__} takes no {argument}")
 
 
