@@ -116,7 +116,7 @@ def test_a_large_p_value_is_chance_except_where_none_can_be_small() -> None:
     assert not cd.regimes([scored(0, 0.9, p_value=0.05)])[0].at_chance
 
 
-def test_low_is_both_mi_and_retrieval_below_half_of_the_baseline() -> None:
+def test_low_is_both_mi_and_retrieval_below_seven_tenths_of_the_baseline() -> None:
     start = run_of(*[0.9] * 6)
     share = (0.9 - 0.125) / 0.875  # 0.886 above chance, of what is possible
 
@@ -125,9 +125,22 @@ def test_low_is_both_mi_and_retrieval_below_half_of_the_baseline() -> None:
         mi = math.log(8) * share * mi_ratio
         return names([*start, *(scored(10 * i, accuracy, mi=mi) for i in range(6, 9))])[-1]
 
-    assert later(0.49, 0.49) == "template collapse"
-    assert later(0.51, 0.49) == "diverse reasoning"
-    assert later(0.49, 0.51) == "diverse reasoning"
+    assert later(0.69, 0.69) == "template collapse"
+    assert later(0.71, 0.69) == "diverse reasoning"
+    assert later(0.69, 0.71) == "diverse reasoning"
+
+
+def test_low_is_no_dependence_whose_interval_still_reaches_the_baseline() -> None:
+    """The same fall from 0.9 to 0.5 of few traces, and of many; the share of what is possible counts, at any P."""
+    for n_contexts in (8, 4):
+        chance = 1 / n_contexts
+        same = chance + (0.9 - 0.125) / 0.875 * (1 - chance)  # as far above chance as 0.9 of 8
+        for half, name in ((same - 0.5 + 0.01, "diverse reasoning"), (same - 0.5 - 0.01, "template collapse")):
+            few = [scored(10 * i, 0.5, mi=0.5, half=half, n_contexts=n_contexts, p_value=0.001) for i in range(6, 9)]
+            lifted = [
+                dataclasses.replace(r, values={**r.values, PREFIX + "retrieval_accuracy/ci_low": 0.45}) for r in few
+            ]
+            assert names([*run_of(*[0.9] * 6), *lifted])[-1] == name
 
 
 def test_h_below_seven_tenths_of_the_baseline_is_low() -> None:
@@ -161,13 +174,13 @@ def test_a_state_is_left_only_above_its_border_and_for_good() -> None:
         return 0.125 + 0.875 * share * ratio
 
     collapsed = [*[0.9] * 6, *[at(0.4)] * 3]
-    # Between 0.5 and 0.6 of the baseline nothing changes: that is the hysteresis.
-    assert names(run_of(*collapsed, *[at(0.55)] * 6))[-1] == "template collapse"
-    assert names(run_of(*collapsed, at(0.7), at(0.7)))[-1] == "template collapse"
-    back = cd.regimes(run_of(*collapsed, *[at(0.7)] * 3))
+    # Between 0.7 and 0.84 of the baseline nothing changes: that is the hysteresis.
+    assert names(run_of(*collapsed, *[at(0.8)] * 6))[-1] == "template collapse"
+    assert names(run_of(*collapsed, at(0.9), at(0.9)))[-1] == "template collapse"
+    back = cd.regimes(run_of(*collapsed, *[at(0.9)] * 3))
     assert (back[-1].name, back[-1].since_step) == ("diverse reasoning", 110)
-    # And from above, 0.55 is no collapse.
-    assert names(run_of(*[0.9] * 6, *[at(0.55)] * 6))[-1] == "diverse reasoning"
+    # And from above, 0.8 is no collapse.
+    assert names(run_of(*[0.9] * 6, *[at(0.8)] * 6))[-1] == "diverse reasoning"
 
 
 def test_fewer_or_more_prompts_change_chance_and_bound_but_no_regime() -> None:
@@ -184,12 +197,12 @@ def test_fewer_or_more_prompts_change_chance_and_bound_but_no_regime() -> None:
 
 
 def test_retrieval_is_compared_as_a_share_of_what_is_possible() -> None:
-    # 0.78 of 2 prompts is 0.28 above chance, a third of 0.95 of 32 prompts; but 0.56 of all that 2 prompts allow.
+    # 0.87 of 2 prompts is 0.37 above chance, 0.4 of what 32 prompts had; but 0.74 of all that 2 prompts allow.
     many = [scored(10 * i, 0.98, n_contexts=32) for i in range(6)]
-    few = [scored(10 * i, 0.78, mi=0.3, n_contexts=2) for i in range(6, 10)]
+    few = [scored(10 * i, 0.87, mi=0.3, n_contexts=2) for i in range(6, 10)]
     steps = cd.regimes([*many, *few])
     assert steps[-1].name == "diverse reasoning"
-    assert steps[-1].retrieval_ratio == pytest.approx(0.56 / ((0.98 - 1 / 32) / (31 / 32)))
+    assert steps[-1].retrieval_ratio == pytest.approx(0.74 / ((0.98 - 1 / 32) / (31 / 32)))
 
 
 def test_weak_dependence_is_not_low_only_because_the_bound_grew() -> None:

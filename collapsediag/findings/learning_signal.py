@@ -146,8 +146,8 @@ def environment_collapse(facts: Facts) -> Finding:
             if len(own) < facts.settings.n_needed:
                 continue
             n_judged += 1
-            low = low_episodes(own, facts.settings.dependence_low, facts.settings)
-            if low.holds and not low_episodes(pooled, facts.settings.dependence_low, facts.settings).holds:
+            low = low_episodes(own, facts.settings.environment_low, facts.settings)
+            if low.holds and not low_episodes(pooled, facts.settings.environment_low, facts.settings).holds:
                 collapsed.append((environment.replace("%2F", "/"), what, low, pooled))
     if not n_judged:
         return skipped(check, title, too_few(facts.settings.n_needed))

@@ -51,6 +51,12 @@ class Dependence:
         """Retrieval above chance, as a share of what is possible at this P: 0 at chance, 1 when perfect."""
         return (self.accuracy - self.chance) / (1 - self.chance)
 
+    def may_reach(self, base: Sequence[Dependence]) -> bool:
+        """Whether the interval of retrieval still holds the mean of these steps, as a share of what is possible."""
+        if self.interval is None or not base:
+            return False
+        return (self.interval[1] - self.chance) / (1 - self.chance) >= sum(p.above_chance for p in base) / len(base)
+
     def is_at_chance(self, alpha: float) -> bool:
         """Whether retrieval cannot be told from chance."""
         low = self.interval[0] if self.interval is not None else self.accuracy
@@ -124,8 +130,9 @@ def regimes(
     What is said of a step depends on it and the steps before it alone, so a longer run never changes it.
 
     MI is low where retrieval is at chance, or where MI and retrieval above chance are both below `dependence_low` times
-    the baseline. P may change between steps: retrieval above chance is compared as a share of what is possible at each
-    P, and MI after cutting both sides at the smallest bound log P among them, because no more could have been seen.
+    the baseline and the interval of retrieval no longer reaches its own. P may change between steps: retrieval above
+    chance is compared as a share of what is possible at each P, and MI after cutting both sides at the smallest bound
+    log P among them, because no more could have been seen.
 
     >>> from collapsediag.metrics.from_matrix import matrix_metrics
     >>> from collapsediag.testing import planted
@@ -215,13 +222,14 @@ def _comparison(points: Sequence[Dependence], index: int, settings: FindingSetti
     at_chance = point.is_at_chance(settings.alpha)
     interval = point.entropy_interval
     unsure = interval is not None and bool(known) and interval[1] >= sum(known) / len(known)
+    dependence_low = _both_below(retrieval, mi, settings.dependence_low) and not point.may_reach(base)
     low, release = settings.conditional_entropy_low, settings.release
     return _Comparison(
         at_chance=at_chance,
         retrieval=retrieval,
         mi=mi,
         entropy=entropy,
-        mi_is_low=at_chance or _both_below(retrieval, mi, settings.dependence_low),
+        mi_is_low=at_chance or dependence_low,
         mi_is_clear=not at_chance and not _both_below(retrieval, mi, settings.dependence_low * release),
         entropy_is_low=entropy is not None and entropy < low and not unsure,
         entropy_is_clear=entropy is not None and entropy > low * release,

@@ -19,6 +19,7 @@ class FindingSettings:
     release: hysteresis. A state entered below 0.5 is left above 0.5 * release (above: below level / release).
     alpha: a permutation p-value above this is "at chance".
     dependence_low: MI and retrieval above chance, both below this share of the baseline, are "MI low".
+    environment_low: ratio at which one environment has collapsed, if all together have not.
     conditional_entropy_low: H(Z|X) below this share of the baseline is "low".
     token_entropy_falling, token_entropy_low, token_entropy_critical: ratios for info, warning and critical.
     calls_low, calls_critical: ratios of tool calls per rollout; min_calls: a baseline below it is no tool use.
@@ -46,7 +47,8 @@ class FindingSettings:
     persistence: int = 3
     release: float = 1.2
     alpha: float = 0.05
-    dependence_low: float = 0.5
+    dependence_low: float = 0.7
+    environment_low: float = 0.5
     conditional_entropy_low: float = 0.7
     token_entropy_falling: float = 0.7
     token_entropy_low: float = 0.5
