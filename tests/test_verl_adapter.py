@@ -335,6 +335,7 @@ def test_a_dump_read_back_gives_the_same_pairs(tmp_path: Path) -> None:
                 response=draw.integers(3, 40, size),
                 mask_R=mask,
                 logp_R=-draw.random(size),
+                entropy_R=draw.random(size),
                 environment=f"e{i % 2}",
                 extra={"acc": i % 2, "fluency": 0.5},
                 reward=None if i == 5 else float(i),
@@ -360,6 +361,7 @@ def test_a_dump_read_back_gives_the_same_pairs(tmp_path: Path) -> None:
             np.testing.assert_array_equal(a.context_ids, b.context_ids)
             np.testing.assert_array_equal(a.output_ids, b.output_ids)
             np.testing.assert_array_equal(a.logprobs, b.logprobs)
+            np.testing.assert_array_equal(a.entropies, b.entropies)
     for namespace in ("first_turn", "trajectory", "turn"):
         ours_, theirs_ = (
             build_pairs(b, reasoning="completion", namespace=namespace, max_traces=5, max_contexts=3)

@@ -78,6 +78,18 @@ def test_a_failure_in_any_stage_is_counted_and_named_and_training_goes_on(folder
     assert found["on"] == found["off"]  # the same parameters and moments as without diagnostics
 
 
+def test_what_cannot_be_scored_is_refused_with_its_reason_and_the_rest_is_measured(folder: Path) -> None:
+    found = check(folder, "engine_checks.py", "refusals", "fsdp2")
+    for case in ("images", "router_replay", "switched_off"):
+        told = found[case]
+        assert told["refused"] == 1.0, case
+        assert told["reward"] is not None
+        assert told["scored"] == []
+        assert told["calls"] == 0
+        assert told["detached"]
+    assert found["log restored"]
+
+
 def test_two_ranks_with_an_odd_number_of_pairs(folder: Path) -> None:
     found = check(folder, "rank_checks.py")
     assert found["ranks"] == 2

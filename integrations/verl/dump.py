@@ -38,6 +38,7 @@ def _lines(rows: list[Row], batch: RolloutBatch) -> Iterator[dict[str, Any]]:
             "completion_ids": row.response.tolist(),
             "model_mask": row.mask_R.tolist(),
             "logprobs": None if row.logp_R is None else row.logp_R.tolist(),
+            "entropies": None if row.entropy_R is None else row.entropy_R.tolist(),
             "finish_reason": rollout.turns[-1].finish_reason,
             "reward": rollout.reward,
             # Readers take the sum of the components for a reward that is missing.

@@ -21,7 +21,7 @@ FloatArray = NDArray[np.float64]
 
 # Fields of TransferQueue rows that are read; those that a run does not have are left out by the queue.
 FIELDS = (
-    *("prompts", "responses", "response_mask", "loss_mask", "rm_scores", "advantages", "old_log_probs"),
+    *("prompts", "responses", "response_mask", "loss_mask", "rm_scores", "advantages", "old_log_probs", "entropy"),
     *("data_source", "extra_fields", "multi_modal_inputs"),
 )
 SUCCESS_KEY = "acc"
@@ -33,7 +33,7 @@ class Row:
     """One rollout without padding; R tokens of response.
 
     group: the prompt's uid, new at every step. id: the row's own name, where it has one.
-    mask_R: 1 where the policy wrote the token. logp_R: veRL's `old_log_probs`.
+    mask_R: 1 where the policy wrote the token. logp_R: veRL's `old_log_probs`. entropy_R: exact, where veRL keeps it.
     extra: what the reward function said beside the score.
     weights_from: the oldest training step whose weights wrote the row.
     """
@@ -45,6 +45,7 @@ class Row:
     reward: float | None = None
     id: str | None = None
     logp_R: FloatArray | None = None
+    entropy_R: FloatArray | None = None
     advantage: float | None = None
     environment: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +74,8 @@ def _from_queue(batch: Any) -> tuple[list[Row], dict[str, int]]:
     n_padding = len(batch.tags) - len(kept)
     keys = [batch.keys[i] for i in kept]
     data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
-    columns = {name: _column(data[name]) for name in FIELDS if name in data}
+    # get(), because [] gives a bare value where all rows hold the same object.
+    columns = {name: _column(data.get(name)) for name in FIELDS if name in data.keys()}  # noqa: SIM118
     # Rejection by importance weights blanks `response_mask` after the fact; `loss_mask` says who wrote what.
     mask = columns.get("loss_mask", columns["response_mask"])
     rows = []
@@ -89,6 +91,7 @@ def _from_queue(batch: Any) -> tuple[list[Row], dict[str, int]]:
                 mask=mask[i],
                 scores=values.get("rm_scores"),
                 logp=values.get("old_log_probs"),
+                entropy=values.get("entropy"),
                 advantages=values.get("advantages"),
                 environment=values.get("data_source"),
                 extra=info.get("reward_extra_info") or {},
@@ -101,8 +104,9 @@ def _from_queue(batch: Any) -> tuple[list[Row], dict[str, int]]:
 
 def _column(values: Any) -> list[Any]:
     """The rows of one field: tensors of a jagged one, plain objects of a stack."""
-    rows = values.unbind() if hasattr(values, "unbind") and hasattr(values, "dtype") else values.tolist()
-    return [getattr(row, "data", row) if not hasattr(row, "dtype") else row for row in rows]
+    import torch
+
+    return list(values.unbind()) if isinstance(values, torch.Tensor) else list(values.tolist())
 
 
 def _from_dataproto(batch: Any) -> list[Row]:
@@ -128,6 +132,7 @@ def _from_dataproto(batch: Any) -> list[Row]:
                 mask=mask[i][kept],
                 scores=None if scores is None else scores[i],
                 logp=of_response("old_log_probs"),
+                entropy=None,  # this trainer drops it
                 advantages=of_response("advantages"),
                 environment=objects["data_source"][i] if "data_source" in objects else None,
                 extra={name: objects[name][i] for name in extra},
@@ -145,6 +150,7 @@ def _row(
     mask: Any,
     scores: Any,
     logp: Any,
+    entropy: Any,
     advantages: Any,
     environment: Any,
     images: Any,
@@ -153,21 +159,29 @@ def _row(
 ) -> Row:
     mask_R = mask.cpu().numpy().astype(np.int64)
     written = mask_R != 0
-    logp_R = None if logp is None else logp.detach().float().cpu().numpy().astype(np.float64)
-    advantage_R = None if advantages is None else advantages.detach().float().cpu().numpy()
+    logp_R, entropy_R, advantage_R = (_floats(values) for values in (logp, entropy, advantages))
     return Row(
         prompt=prompt.cpu().numpy().astype(np.int64),
         response=response.cpu().numpy().astype(np.int64),
         mask_R=mask_R,
         reward=None if scores is None else float(scores.detach().float().sum()),
-        # Float noise of a certain token may lie above zero.
-        logp_R=None if logp_R is None or not np.isfinite(logp_R).all() else np.minimum(logp_R, 0.0),
+        # Float noise of a certain token may lie on the wrong side of zero.
+        logp_R=None if logp_R is None else np.minimum(logp_R, 0.0),
+        entropy_R=None if entropy_R is None else np.maximum(entropy_R, 0.0),
         advantage=None if advantage_R is None or not written.any() else float(advantage_R[written].mean()),
         environment=None if environment is None else str(environment),
         has_images=bool(images),
         weights_from=None if weights_from is None else int(weights_from),
         **named,
     )
+
+
+def _floats(values: Any) -> FloatArray | None:
+    """A float64 copy on the CPU; None where nothing is there, or something of it is not finite."""
+    if values is None:
+        return None
+    array: FloatArray = values.detach().float().cpu().numpy().astype(np.float64)
+    return array if np.isfinite(array).all() else None
 
 
 # -- rows as rollouts ------------------------------------------------------------------------------------------------
@@ -182,10 +196,15 @@ def rollout_of(row: Row, *, end_tokens: Sequence[int], limit: int | None) -> Rol
         return None
     success, rewards = _judgement(row.extra)
     n = row.prompt.size
+
+    def whole(values: FloatArray | None) -> FloatArray | None:
+        return None if values is None else np.concatenate([np.zeros(n), values])
+
     return Rollout.from_trajectory(
         token_ids=np.concatenate([row.prompt, row.response]),
         model_mask=np.concatenate([np.zeros(n, dtype=np.int64), row.mask_R]),
-        logprobs=None if row.logp_R is None else np.concatenate([np.zeros(n), row.logp_R]),
+        logprobs=whole(row.logp_R),
+        entropies=whole(row.entropy_R),
         finish_reason=_finish_reason(row.response, end_tokens, limit),
         group=row.group,
         id=row.id,

@@ -7,6 +7,7 @@ prints one JSON object. The folder is made by tiny_verl.make; the environment is
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -20,10 +21,12 @@ import tiny_verl
 import torch
 import verl
 from hydra import compose, initialize_config_dir
+from omegaconf import open_dict
 from oracle import furthest, plain_forward, some_pairs
 from transformers import AutoTokenizer
 from verl import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.tracking import Tracking
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 import collapsediag.integrations.verl.hook as hook_module
@@ -208,6 +211,37 @@ def faults(folder: Path, strategy: str, *overrides: str) -> dict:
     return said
 
 
+def refusals(folder: Path, strategy: str, *overrides: str) -> dict:
+    """What is logged, and how often the workers were asked, where scoring is refused: one update each."""
+    config = config_of(folder, strategy, *overrides)
+    worker = worker_of(config)
+    said = {}
+    for case in ("images", "router_replay", "switched_off"):
+        trainer = trainer_of(folder, copy.deepcopy(config), worker)
+        with open_dict(trainer.config):
+            if case == "router_replay":
+                trainer.config.actor_rollout_ref.actor.megatron = {"router_replay": {"mode": "R3"}}
+        hook = attach(trainer, every=1, reasoning="completion", score=case != "switched_off")
+        batch = training_batch(trainer.tokenizer, 0, torch.Generator().manual_seed(1))
+        if case == "images":
+            images = [{"pixel_values": torch.zeros(1)} if i == 3 else {} for i in range(len(batch))]
+            batch.non_tensor_batch["multi_modal_inputs"] = np.array(images, dtype=object)
+        trainer.global_steps = 1
+        hook._observe(batch)
+        line: dict = {}
+        hook.merge_into(line)
+        said[case] = {
+            "refused": line.get(f"collapse/not_scored_{case}"),
+            "reward": line.get("collapse/reward/mean"),
+            "scored": [name for name in line if name.startswith("collapse_")],
+            "calls": trainer.actor_rollout_wg.calls,
+        }
+        hook.detach()
+        said[case]["detached"] = not {"_update_actor", "collapsediag"} & set(vars(trainer))
+    said["log restored"] = not hasattr(Tracking.log, "collapsediag_wrapper")
+    return said
+
+
 def trainer_of(folder: Path, config, worker):
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
     trainer.config, trainer.actor_rollout_wg, trainer.global_steps = config, Group(worker), 0
@@ -259,7 +293,5 @@ def bitwise(folder: Path, strategy: str, *overrides: str) -> dict:
 if __name__ == "__main__":
     where, check, *rest = sys.argv[1:]
     os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT", "29517")
-    print(
-        "RESULT "
-        + json.dumps({"agreement": agreement, "bitwise": bitwise, "faults": faults}[check](Path(where), *rest))
-    )
+    checks = {"agreement": agreement, "bitwise": bitwise, "faults": faults, "refusals": refusals}
+    print("RESULT " + json.dumps(checks[check](Path(where), *rest)))
