@@ -16,6 +16,7 @@ HERE = Path(__file__).parent / "verl_cpu"
 TOLERANCE = 1e-5
 
 REMOVE_PADDING = "actor_rollout_ref.model.use_remove_padding=True"
+COLDER = "actor_rollout_ref.rollout.temperature=0.7"
 LORA = "actor_rollout_ref.model.lora_rank=4"
 
 
@@ -57,9 +58,11 @@ def test_scores_are_those_of_a_plain_forward(folder: Path, arguments: tuple[str,
         assert found["moved by the adapter"] > 0.1  # the adapter that trains is the one that scores
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_three_updates_are_bit_identical(folder: Path, strategy: str) -> None:
-    found = check(folder, "engine_checks.py", "bitwise", strategy)
+@pytest.mark.parametrize(
+    "arguments", [("fsdp2",), ("fsdp",), ("fsdp2", COLDER)], ids=["fsdp2", "fsdp1", "temperature-0.7"]
+)
+def test_three_updates_are_bit_identical(folder: Path, arguments: tuple[str, ...]) -> None:
+    found = check(folder, "engine_checks.py", "bitwise", *arguments)
     on, off = found["on"], found["off"]
     assert on["digest"] == off["digest"]
     assert on["grad_norm"] == off["grad_norm"]
@@ -76,6 +79,13 @@ def test_a_failure_in_any_stage_is_counted_and_named_and_training_goes_on(folder
     assert all(count and count >= 1 for count in found["named"].values()), found
     assert found["calls of an invalid plan"] == 0
     assert found["on"] == found["off"]  # the same parameters and moments as without diagnostics
+
+
+def test_a_run_that_is_resumed_goes_on_in_its_folder_as_if_never_stopped(folder: Path) -> None:
+    found = check(folder, "engine_checks.py", "resume", "fsdp2")
+    assert len(found["whole"]) == 3
+    assert found["whole"] == found["stopped"]
+    assert "holds a run already, and trainer.resume_mode=disable begins a new one" in found["refused"]
 
 
 def test_what_cannot_be_scored_is_refused_with_its_reason_and_the_rest_is_measured(folder: Path) -> None:

@@ -33,26 +33,40 @@ class ModelFacts:
 
 def model_facts(trainer: Any) -> ModelFacts:
     """Read from where the policy was loaded; a config that cannot be read here costs no more than a check."""
-    tokenizer = trainer.tokenizer
-    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     model = trainer.config.actor_rollout_ref.model
     try:
         from transformers import AutoConfig
         from verl.utils.fs import copy_to_local
 
+        path = copy_to_local(model.path)
         trusted = bool(model.get("trust_remote_code", False))
-        config = AutoConfig.from_pretrained(copy_to_local(model.path), trust_remote_code=trusted)
-        config = config.get_text_config()
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted).get_text_config()
     except Exception as error:
         logger.info("the policy's config cannot be read on the driver (%s): ids are not checked", error)
-        return ModelFacts(end_tokens=tuple(ends))
-    more = config.eos_token_id
-    ends += [more] if isinstance(more, int) else list(more or ())
+        return ModelFacts(end_tokens=_end_tokens(trainer.tokenizer))
     return ModelFacts(
         vocabulary=getattr(config, "vocab_size", None),
         positions=getattr(config, "max_position_embeddings", None),
-        end_tokens=tuple(dict.fromkeys(ends)),
+        end_tokens=_end_tokens(trainer.tokenizer, config, _generation_config(path)),
     )
+
+
+def _generation_config(path: str) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # a model need not have one
+        return None
+
+
+def _end_tokens(*sources: Any) -> tuple[int, ...]:
+    """Every token that one of these calls the end; samplers stop at all of them."""
+    found: list[int] = []
+    for source in sources:
+        ends = getattr(source, "eos_token_id", None)
+        found += [ends] if isinstance(ends, int) else list(ends or ())
+    return tuple(dict.fromkeys(found))
 
 
 def response_limit(config: Any) -> int:

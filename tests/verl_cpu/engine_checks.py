@@ -32,8 +32,10 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 import collapsediag.integrations.verl.hook as hook_module
 import collapsediag.integrations.verl.scorer as scorer_module
 import collapsediag.monitor as monitor_module
+from collapsediag.errors import SettingsError
 from collapsediag.integrations.verl import attach
 from collapsediag.integrations.verl.scorer import Limits, WorkerScorer, score_tensordict
+from collapsediag.run_folder import read_records
 from collapsediag.training.log_window import LogWindow
 
 
@@ -88,8 +90,9 @@ def agreement(folder: Path, strategy: str, *overrides: str) -> dict:
     return said
 
 
-def training_batch(tokenizer, step: int, draw):
-    prompt_length, response_length, n = 64, 24, 16
+def training_batch(trainer, step: int, draw):
+    prompt_length, response_length, n, tokenizer = 64, 24, 16, trainer.tokenizer
+    temperature = trainer.config.actor_rollout_ref.rollout.temperature
     ids = torch.full((n, prompt_length + response_length), tokenizer.pad_token_id)
     attention = torch.zeros_like(ids)
     mask = torch.zeros(n, response_length, dtype=torch.long)
@@ -116,7 +119,7 @@ def training_batch(tokenizer, step: int, draw):
             "advantages": (scores.sum(-1, keepdim=True) - 0.5) * mask,
         },
         non_tensors={"uid": np.array([f"u{step}_{i // 4}" for i in range(n)], dtype=object)},
-        meta_info={"temperature": 1.0, "global_token_num": attention.sum(-1).tolist()},
+        meta_info={"temperature": temperature, "global_token_num": attention.sum(-1).tolist()},
     )
 
 
@@ -186,7 +189,7 @@ def faults(folder: Path, strategy: str, *overrides: str) -> dict:
             hook = attach(trainer, every=1, reasoning="completion", out=str(folder / "faulty"), dump=True, sinks=[sink])
         draw = torch.Generator().manual_seed(1)
         for step, (stage, (where, name, metric)) in enumerate(FAULTS.items()):
-            batch = with_old_log_probs(trainer, training_batch(trainer.tokenizer, step, draw))
+            batch = with_old_log_probs(trainer, training_batch(trainer, step, draw))
             trainer.global_steps = step + 1
             sane = vars(where).get(name)
             if hooked:
@@ -222,7 +225,7 @@ def refusals(folder: Path, strategy: str, *overrides: str) -> dict:
             if case == "router_replay":
                 trainer.config.actor_rollout_ref.actor.megatron = {"router_replay": {"mode": "R3"}}
         hook = attach(trainer, every=1, reasoning="completion", score=case != "switched_off")
-        batch = training_batch(trainer.tokenizer, 0, torch.Generator().manual_seed(1))
+        batch = training_batch(trainer, 0, torch.Generator().manual_seed(1))
         if case == "images":
             images = [{"pixel_values": torch.zeros(1)} if i == 3 else {} for i in range(len(batch))]
             batch.non_tensor_batch["multi_modal_inputs"] = np.array(images, dtype=object)
@@ -239,6 +242,35 @@ def refusals(folder: Path, strategy: str, *overrides: str) -> dict:
         hook.detach()
         said[case]["detached"] = not {"_update_actor", "collapsediag"} & set(vars(trainer))
     said["log restored"] = not hasattr(Tracking.log, "collapsediag_wrapper")
+    return said
+
+
+def resume(folder: Path, strategy: str, *overrides: str) -> dict:
+    """Moving averages of a run that was stopped after two of three steps, and of one that was not."""
+    config = config_of(folder, strategy, *overrides)
+    worker = worker_of(config)
+    said = {}
+    with open_dict(config):
+        config.trainer.resume_mode = "auto"
+    for case, parts in (("whole", [[1, 2, 3]]), ("stopped", [[1, 2], [3]])):
+        for steps in parts:
+            trainer = trainer_of(folder, config, worker)
+            hook = attach(trainer, every=1, reasoning="completion", out=str(folder / case))
+            for step in steps:
+                draw = torch.Generator().manual_seed(step)
+                trainer.global_steps = step
+                hook._observe(with_old_log_probs(trainer, training_batch(trainer, step, draw)))
+            hook.close()
+        said[case] = [
+            {name: v for name, v in record.values.items() if "timing" not in name}
+            for record in read_records(folder / case)
+        ]
+    with open_dict(config):
+        config.trainer.resume_mode = "disable"
+    try:
+        attach(trainer_of(folder, config, worker), out=str(folder / "whole"))
+    except SettingsError as error:
+        said["refused"] = str(error)
     return said
 
 
@@ -274,7 +306,7 @@ def train(folder: Path, strategy: str, overrides, hooked: bool) -> dict:
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(1)
     for step in range(3):
-        batch = with_old_log_probs(trainer, training_batch(trainer.tokenizer, step, draw))
+        batch = with_old_log_probs(trainer, training_batch(trainer, step, draw))
         trainer.global_steps = step + 1
         metrics = trainer._update_actor(batch).meta_info["metrics"]
         if hooked:
@@ -293,5 +325,5 @@ def bitwise(folder: Path, strategy: str, *overrides: str) -> dict:
 if __name__ == "__main__":
     where, check, *rest = sys.argv[1:]
     os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT", "29517")
-    checks = {"agreement": agreement, "bitwise": bitwise, "faults": faults, "refusals": refusals}
+    checks = {"agreement": agreement, "bitwise": bitwise, "faults": faults, "refusals": refusals, "resume": resume}
     print("RESULT " + json.dumps(checks[check](Path(where), *rest)))
