@@ -132,12 +132,16 @@ def test_tokens_without_entropies() -> None:
 @pytest.mark.parametrize("way", ["cascade", "masked", "plain"])
 def test_some_cells_only(way: str) -> None:
     model, rng = tiny("full"), np.random.default_rng(2)
-    contexts = [rng.integers(0, VOCABULARY, 4 + j) for j in range(5)]
+    stem = rng.integers(0, VOCABULARY, 40)
+    contexts = [np.concatenate([stem[: 40 - 40 * (j == 3)], rng.integers(0, VOCABULARY, 4 + j)]) for j in range(5)]
     traces = [rng.integers(0, VOCABULARY, 6) for _ in range(6)]
     traces[4] = traces[1]
     pairs = pairs_of(contexts, traces, [0] * 6)
     wanted = rng.random((6, 5)) < 0.5
-    scored = HFScorer(model, attention=way).score_cells(pairs, wanted)
+    told: list[tuple[int, int]] = []
+    scorer = HFScorer(model, attention=way)
+    scored = scorer.score_cells(pairs, wanted, progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (scorer.estimate(pairs, wanted).tokens,) * 2
     truth = sums(oracle(model, pairs))
     np.testing.assert_allclose(scored[wanted], truth[wanted], rtol=0, atol=TOLERANCE)
     assert np.isnan(scored[~wanted]).all()
