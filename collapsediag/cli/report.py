@@ -2,9 +2,10 @@
 
     collapsediag report runs/a -o report.html
     collapsediag report runs/a runs/b runs/c -o runs.html
+    collapsediag report runs/a --png figure.png
 
 The page needs no network and no server; it can be sent, archived and opened anywhere. Several runs are drawn over one
-another, with the rank correlations of their diagnostics.
+another, with the rank correlations of their diagnostics. --png draws one run's main charts as a picture, for papers.
 """
 
 from __future__ import annotations
@@ -29,19 +30,34 @@ OUT = "report.html"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
-    parser.add_argument("-o", "--out", default=OUT, metavar="FILE", help=f"file to write (default {OUT})")
+    parser.add_argument("-o", "--out", metavar="FILE", help=f"page to write (default {OUT}; with --png none)")
+    parser.add_argument("--png", metavar="FILE", help="picture to write, of one run (needs the extra [png])")
 
 
 def run(args: argparse.Namespace) -> int:
     """Read the runs, write the page, say where it is."""
     runs = list(dict.fromkeys(str(Path(one)) for one in args.runs))
-    out = Path(args.out)
-    if out.is_dir():
-        raise SettingsError(f"{out} is a folder; --out is the file to write, for example {out / 'report.html'}.")
-    page = build_page(runs)
-    write_page(out, page)
-    print(f"{printable(str(out))}: {len(page) / 1e6:.1f} MB, {len(runs)} {'run' if len(runs) == 1 else 'runs'}")
+    for option, given, example in (("--out", args.out, OUT), ("--png", args.png, "figure.png")):
+        if given is not None and Path(given).is_dir():
+            raise SettingsError(
+                f"{given} is a folder; {option} is the file to write, for example {Path(given) / example}."
+            )
+    if args.png is not None:
+        write_file(Path(args.png), _picture(runs))
+        print(f"{printable(args.png)}: a picture of {printable(runs[0])}")
+    if args.png is None or args.out is not None:
+        out, page = Path(args.out or OUT), build_page(runs)
+        write_file(out, page.encode("utf-8"))
+        print(f"{printable(str(out))}: {len(page) / 1e6:.1f} MB, {len(runs)} {'run' if len(runs) == 1 else 'runs'}")
     return 0
+
+
+def _picture(runs: Sequence[str]) -> bytes:
+    if len(runs) > 1:
+        raise SettingsError(f"a picture is of one run and {len(runs)} were given; the page takes several.")
+    from collapsediag.report.picture import picture_png
+
+    return picture_png(series_payload(runs[0]))
 
 
 def build_page(runs: Sequence[str]) -> str:
@@ -91,11 +107,11 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def write_page(out: Path, page: str) -> None:
-    """Write through a temporary name, so that an older page is replaced whole or not at all."""
+def write_file(out: Path, content: bytes) -> None:
+    """Write through a temporary name, so that an older file is replaced whole or not at all."""
     temporary = out.with_name(out.name + ".tmp")
     try:
-        temporary.write_text(page, encoding="utf-8")
+        temporary.write_bytes(content)
         os.replace(temporary, out)
     except OSError as error:
         temporary.unlink(missing_ok=True)
