@@ -4,8 +4,9 @@
 
 10,000 steps of 60 numbers, 50 scored steps of 1,024 traces under 64 prompts. Both pages draw the numbers of eight
 charts (17 lines) and the matrix of the last scored step, and step through the matrices with a slider; ours also draws
-its other charts, the map and the trace reader. Times are medians over alternating visits. Ready: from navigation until
-everything is drawn and a frame was shown. Slider step: from the change of the slider until the frame that shows it.
+its other charts, the map and the trace reader. Times are medians over alternating visits, by the clock and, because a
+busy computer stretches the clock, as processor time of the page's main thread. Ready: from navigation until everything
+is drawn and a frame was shown. Slide: from the change of the slider until the frame that shows it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collapsediag.cli.report import build_page
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.record import Provenance, Record, TraceSample
 from collapsediag.run_folder import RunStore
+from tests import chromium as driver
 from tests.chromium import Chromium, chromium
 
 N_STEPS, N_METRICS, N_SCORED, N_TRACES, N_PROMPTS, N_KEPT = 10_000, 60, 50, 1024, 64, 64
@@ -42,7 +44,8 @@ CHARTS = (
 )
 PER_SCORED = tuple(PREFIX + name for chart in CHARTS[:4] for name in chart)
 PER_STEP = tuple(name for chart in CHARTS[4:] for name in chart)
-VISITS, SLIDES = 5, 12
+SLIDES = 8
+driver.SECONDS = 900
 
 PLOTLY = """
 import json, sys, numpy as np, plotly.graph_objects as go
@@ -127,25 +130,39 @@ def plotly_page(python: str, data: dict[str, np.ndarray], folder: Path) -> Path:
     return out
 
 
-def visit(browser: Chromium, kind: str, page: Path, steps: list[int]) -> tuple[float, list[float]]:
-    """Milliseconds until ready, and of each slider step."""
+def visit(browser: Chromium, kind: str, page: Path, steps: list[int]) -> dict[str, float]:
+    """Milliseconds until ready and of a slider step, by the clock and by the main thread's use of the processor."""
     browser.open("about:blank", ready="true")
+    browser.call("Performance.enable", timeDomain="threadTicks")
     browser.call("Page.addScriptToEvaluateOnNewDocument", source=WATCH)
+    start = busy(browser)
     browser.call("Page.navigate", url=page.as_uri())
-    ready = float(browser.wait("window.readyAt"))
+    ready, loaded = float(browser.wait("window.readyAt")), busy(browser)
     slides = []
     for k in range(SLIDES):
         i = (7 * k + 3) % N_SCORED
         act = SLIDE[kind].format(i=i, step=steps[i], frame=FRAME)
         timed = f"const t = performance.now(); {act} await {FRAME}; return performance.now() - t;"
         slides.append(float(browser.evaluate(f"(async () => {{ {timed} }})()")))
-    return ready, slides
+    return {
+        "ready": ready,
+        "slide": statistics.median(slides),
+        "busy until ready": loaded - start,
+        "busy per slide": (busy(browser) - loaded) / SLIDES,
+    }
+
+
+def busy(browser: Chromium) -> float:
+    """Processor time of the page's main thread so far, milliseconds."""
+    metrics = browser.call("Performance.getMetrics")["metrics"]
+    return 1000 * float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plotly-python", required=True, help="a Python that has plotly and numpy")
     parser.add_argument("--folder", type=Path, help="where to keep the run and the pages")
+    parser.add_argument("--visits", type=int, default=5, help="of each page, in turn (default 5)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = args.folder or Path(temporary)
@@ -159,20 +176,16 @@ def main() -> None:
         print(f"built: ours {built:.1f} s, plotly {time.perf_counter() - start:.1f} s")
         sizes = {kind: page.stat().st_size for kind, page in pages.items()}
         steps = np.linspace(0, N_STEPS - 1, N_SCORED).round().astype(int).tolist()
-        found: dict[str, list[tuple[float, list[float]]]] = {kind: [] for kind in pages}
+        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in pages}
         with chromium(Path(temporary)) as browser:
-            for _ in range(VISITS):
+            for _ in range(args.visits):
                 for kind, page in pages.items():
                     found[kind].append(visit(browser, kind, page, steps))
-    medians = {}
-    for kind, visits in found.items():
-        ready = statistics.median(one for one, _ in visits)
-        slide = statistics.median(one for _, slides in visits for one in slides)
-        medians[kind] = (ready, slide)
-        size = sizes[kind] / 1e6
-        print(f"{kind:>7}: {size:5.1f} MB, ready {ready:6.0f} ms, slider step {slide:6.1f} ms")
-    ratios = [theirs / own for own, theirs in zip(medians["ours"], medians["plotly"], strict=True)]
-    print(f"ours is {ratios[0]:.1f} times as fast until ready and {ratios[1]:.1f} times per slider step")
+                    print(kind, {name: round(value) for name, value in found[kind][-1].items()}, flush=True)
+    print(f"pages: ours {sizes['ours'] / 1e6:.1f} MB, plotly {sizes['plotly'] / 1e6:.1f} MB")
+    for name in found["ours"][0]:
+        own, theirs = (statistics.median(one[name] for one in found[kind]) for kind in ("ours", "plotly"))
+        print(f"{name}: ours {own:.0f} ms, plotly {theirs:.0f} ms, {theirs / own:.1f} times")
 
 
 if __name__ == "__main__":

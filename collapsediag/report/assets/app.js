@@ -133,14 +133,14 @@ function surroundings() {
   addEventListener('hashchange', () => {
     update(fromAddress());
   });
-  addEventListener('beforeprint', () => {
-    isPrinting = true;
-    repaint();
-  });
-  addEventListener('afterprint', () => {
-    isPrinting = false;
-    repaint();
-  });
+  for (const [event, isBefore] of [['beforeprint', true], ['afterprint', false]]) {
+    addEventListener(event, () => {
+      isPrinting = isBefore;
+      // Drawn at the width of the paper, or letters would shrink with the charts.
+      document.body.classList.toggle('printing', isBefore);
+      redraw();
+    });
+  }
 }
 
 let regimeMap;

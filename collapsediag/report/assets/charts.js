@@ -41,7 +41,8 @@ class Chart {
     return found;
   }
 
-  draw() {
+  // available: width of the place for the plot, in pixels.
+  draw(available) {
     const curves = this.curves();
     this.drawn = curves;
     this.figure.classList.toggle('missing', !curves.length);
@@ -51,7 +52,7 @@ class Chart {
       this.toX = null;
       return;
     }
-    this.width = Math.max(220, Math.floor(this.plot.clientWidth || 320));
+    this.width = Math.max(220, Math.floor(available || 320));
     const longest = Math.max(...curves.map(one => one.label.length));
     this.right = this.width - clamp(longest * 6.4 + 12, 20, 92);
     const [from, to] = window_();
@@ -275,10 +276,14 @@ function hover(step) {
   });
 }
 
-const drawCharts = () => charts.forEach(chart => chart.figure.isConnected && chart.draw());
+// All widths first: one that is asked for between two drawings makes the browser lay out the page again.
+function drawCharts(drawn = charts) {
+  const widths = drawn.map(chart => chart.plot.clientWidth);
+  drawn.forEach((chart, i) => chart.draw(widths[i]));
+}
 
 function followCharts() {
-  on(['zoom', 'hidden', 'draw', 'run'], drawCharts);
+  on(['zoom', 'hidden', 'draw', 'run'], () => drawCharts());
   on(['step', 'hover'], () => charts.forEach(chart => {
     chart.moveCursor();
     chart.tell();

@@ -89,7 +89,7 @@ function environmentCharts() {
     charts.filter(chart => chart.options.isMultiple).forEach(chart => charts.splice(charts.indexOf(chart), 1));
     const made = names.map(name => environmentChart(name, names));
     byId('environments').replaceChildren(...made.map(chart => chart.figure));
-    made.forEach(chart => chart.draw());
+    drawCharts(made);
   };
   on(['measure'], draw);
   draw();
