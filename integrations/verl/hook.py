@@ -29,11 +29,13 @@ from collapsediag.integrations.verl.facts import (
     model_facts,
     response_limit,
     staleness_note,
+    training_row_tokens,
 )
 from collapsediag.integrations.verl.rows import Row, batch_of, read_rows
 from collapsediag.integrations.verl.scorer import Limits, WorkerScorer
 from collapsediag.integrations.verl.settings import VerlSettings, settings_of
 from collapsediag.monitor import Monitor
+from collapsediag.pairs import PairSettings
 from collapsediag.record import Provenance, Record
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.run_folder import METRICS_FILE, read_records
@@ -112,7 +114,7 @@ class CollapseHook:
         vars(trainer)[SECTION] = self
         self._patches.wrap(seam, name, self._on_update)
         tracking.add(self)
-        print(f"[collapsediag] {self._announcement(trainer, limits)}", flush=True)
+        print(f"[collapsediag] {self._announcement(trainer)}", flush=True)
 
     def detach(self) -> None:
         """Leave the trainer as it was."""
@@ -131,7 +133,8 @@ class CollapseHook:
         monitor.tokenizer = trainer.tokenizer
         pairs = dataclasses.replace(monitor.pair_settings, max_total_tokens=limits.row_tokens)
         if settings.token_budget is not None:
-            most = max(1, settings.token_budget // limits.row_tokens)
+            # A crossed row of one turn is no longer than training's longest: prompt and trace are part of one each.
+            most = max(1, settings.token_budget // training_row_tokens(trainer.config))
             pairs = dataclasses.replace(
                 pairs, max_pairs=most if pairs.max_pairs is None else min(most, pairs.max_pairs)
             )
@@ -146,21 +149,12 @@ class CollapseHook:
                 "another folder."
             )
 
-    def _announcement(self, trainer: Any, limits: Limits) -> str:
+    def _announcement(self, trainer: Any) -> str:
         import verl
 
-        pairs = self.monitor.pair_settings
-        prompts = trainer.config.data.train_batch_size
-        rows = prompts * trainer.config.actor_rollout_ref.rollout.n
-        cells = min(pairs.max_traces or rows, rows) * min(pairs.max_contexts or prompts, prompts)
-        cells = min(cells, pairs.max_pairs or cells)
         refusal = lasting_refusal(trainer.config)
-        cost = (
-            REFUSALS[refusal]
-            if refusal is not None
-            else f"every {self.settings.every} steps up to {cells:,} rows of at most {limits.row_tokens:,} tokens are "
-            f"scored; a step's own log-prob pass has {rows:,} rows"
-        )
+        cost = _cost(trainer.config, self.monitor.pair_settings, self.settings.every)
+        cost = cost if refusal is None else REFUSALS[refusal]
         return f"attached to {type(trainer).__name__} (verl {verl.__version__}): {cost}"
 
     # -- the seam: the original runs exactly once, and what it returns or raises goes through ------------------------
@@ -168,7 +162,8 @@ class CollapseHook:
     def _on_update(self, original: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         self._guarded("measuring", self._observe, batch)
-        self._more["timing_s/collapsediag"] = time.perf_counter() - started
+        name = "timing_s/collapsediag"
+        self._more[name] = self._more.get(name, 0.0) + time.perf_counter() - started
         return original(batch, *args, **kwargs)
 
     def _guarded(self, stage: str, body: Callable[..., None], *args: Any) -> None:
@@ -265,6 +260,17 @@ def attach(trainer: Any, **changes: Any) -> CollapseHook:
     hook = CollapseHook(settings_of(trainer.config, **changes))
     hook.bind(trainer)
     return hook
+
+
+def _cost(config: Any, pairs: PairSettings, every: int) -> str:
+    """What scoring costs at most, in words."""
+    prompts = config.data.train_batch_size
+    rows = prompts * config.actor_rollout_ref.rollout.n
+    cells = min(pairs.max_traces or rows, rows) * min(pairs.max_contexts or prompts, prompts)
+    return (
+        f"every {every} steps up to {min(cells, pairs.max_pairs or cells):,} rows of up to "
+        f"{training_row_tokens(config):,} tokens are scored; a step's own log-prob pass has {rows:,} rows"
+    )
 
 
 def _plain(settings: VerlSettings) -> dict[str, Any]:
