@@ -37,7 +37,7 @@ class RegimeMap {
       return;
     }
     this.width = Math.max(260, Math.floor(this.plot.clientWidth || 420));
-    this.height = clamp(Math.round(this.width * 0.95), 300, 500);
+    this.height = clamp(Math.round(this.width * 1.12), 300, 540);
     const { borders } = run().regimes[state.draw] ?? {};
     this.scale(paths, borders);
     const picture = svg('svg', { viewBox: `0 0 ${this.width} ${this.height}`, role: 'img', 'aria-label': this.summary(paths) });
@@ -55,7 +55,7 @@ class RegimeMap {
     const y = extent(paths.flatMap(({ points }) => points.map(p => p[2])));
     extent(borders ? [borders.entropy] : [], x);
     extent(borders ? [borders.mi, 0] : [0], y);
-    const pad = [(x[1] - x[0] || 1) * 0.14, (y[1] - y[0] || 1) * 0.1];
+    const pad = [(x[1] - x[0] || 1) * 0.14, (y[1] - y[0] || 1) * 0.15];
     const high = [x[1] + pad[0], y[1] + pad[1]];
     const low = [Math.max(0, x[0] - pad[0]), y[0] - pad[1]];
     // The region of low entropy keeps a quarter of the width, also while nothing is in it.
