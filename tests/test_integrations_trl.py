@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import math
+import re
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +77,7 @@ LORA = {"task_type": "CAUSAL_LM", "r": 4, "lora_dropout": 0.2, "target_modules":
 LONG_ROPE = {
     "rope_scaling": {
         "rope_type": "longrope",
+        "factor": 2.0,
         "rope_theta": 10000.0,
         "short_factor": [1.0] * 4,
         "long_factor": [2.0] * 4,
@@ -160,7 +162,12 @@ def test_training_is_bit_identical_with_the_callback(tmp_path: Path, name: str) 
 @pytest.mark.bit_identical
 @pytest.mark.parametrize("name", BROAD)
 def test_training_is_bit_identical_in_every_configuration(tmp_path: Path, name: str) -> None:
-    assert_unnoticed(tmp_path, BROAD[name])
+    try:
+        assert_unnoticed(tmp_path, BROAD[name])
+    except (TypeError, ValueError) as error:
+        if not re.search("unexpected keyword argument|Unknown loss type", str(error)):
+            raise
+        pytest.skip(f"TRL {trl.__version__}: {error}")
 
 
 @pytest.mark.bit_identical
@@ -330,12 +337,7 @@ def add(a: int, b: int) -> int:
 
 def test_tool_calls_of_trl_are_turns_with_what_the_tool_answered(tmp_path: Path) -> None:
     """TRL's own tool loop around canned generations, in Qwen3's template."""
-    template = Path(str(trl.__file__)).parent / "chat_templates" / "qwen3.jinja"
-    if not template.exists():
-        pytest.skip("this TRL ships no chat templates")
-    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-    tok = tiny.tokenizer("".join(chr(c) for c in range(32, 127)) + "\n", tags)
-    tok.chat_template = template.read_text()
+    tok = tiny.qwen3_tokenizer()
     callback, keep = observer(reasoning="think")
     batches = batches_of(callback)
     trainer = tiny.trainer("grpo", tmp_path, [callback], tok=tok, tools=[add], conversational=True, max_steps=1,

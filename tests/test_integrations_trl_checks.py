@@ -96,10 +96,7 @@ class Maze:
 
 def test_an_environment_gives_the_rows_of_a_group_prompts_of_their_own(tmp_path: Path) -> None:
     tiny.skip_unless_taken("environment_factory")
-    template = Path(str(trl.__file__)).parent / "chat_templates" / "qwen3.jinja"
-    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-    tok = tiny.tokenizer("".join(chr(c) for c in range(32, 127)) + "\n", tags)
-    tok.chat_template = template.read_text()
+    tok = tiny.qwen3_tokenizer()
     callback, keep = observer(reasoning="think", on_error="raise")
     batches = batches_of(callback)
     trainer = tiny.trainer("grpo", tmp_path, [callback], tok=tok, environment_factory=Maze, conversational=True,
@@ -119,13 +116,9 @@ def test_an_environment_gives_the_rows_of_a_group_prompts_of_their_own(tmp_path:
 
 def test_reasoning_that_trl_took_out_of_the_text_is_still_scored(tmp_path: Path) -> None:
     """With a response template, messages hold it apart from `content`; token ids hold everything."""
-    template = Path(str(trl.__file__)).parent / "chat_templates" / "qwen3.jinja"
-    if not template.exists():
-        pytest.skip("this TRL ships no chat templates")
+    tok = tiny.qwen3_tokenizer()
     from trl import chat_template_utils
 
-    tok = tiny.tokenizer("".join(chr(c) for c in range(32, 127)) + "\n")
-    tok.chat_template = template.read_text()
     tok = chat_template_utils.add_response_schema(tok)
     seen: list[Any] = []
 

@@ -16,9 +16,10 @@ from typing import Any
 
 warnings.filterwarnings("ignore")
 OUT = Path(sys.argv[1])
-SHARDED = "fsdp2" in sys.argv[2:]
+FSDP, ZERO = "fsdp2" in sys.argv[2:], "zero3" in sys.argv[2:]
+SHARDED = FSDP or ZERO
 
-if SHARDED:
+if FSDP:
     # accelerate refuses FSDP on CPU; this is for tests only.
     import os
 
@@ -45,6 +46,27 @@ if SHARDED:
             states.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     states.AcceleratorState.__init__ = patched
+
+if ZERO:
+    # Nor does it start DeepSpeed with gloo, and DeepSpeed would compile an operator that nothing here uses.
+    import os
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    import accelerate.state as states
+    import deepspeed  # noqa: F401
+    from accelerate.utils import DistributedType
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    states.PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,  # torch's AdamW: DeepSpeed's own takes minutes to compile
+    "zero_force_ds_cpu_optimizer": False,
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+}
 
 spec = importlib.util.spec_from_file_location("trl_tiny", Path(__file__).parent / "trl_tiny.py")
 assert spec is not None
@@ -120,7 +142,7 @@ def run(scenario: str) -> dict[str, Any]:
         gradient_accumulation_steps=2 if not SHARDED else 1,
         max_steps=3,
         eval_steps=2,
-        ddp_backend="gloo",
+        **({"deepspeed": ZERO3, "use_cpu": False} if ZERO else {"ddp_backend": "gloo"}),
     )
     watched = tiny.Fingerprint(trainer)
     monitor = callback.session.monitor()
@@ -148,6 +170,11 @@ def run(scenario: str) -> dict[str, Any]:
 
 
 def full_weights(trainer: Any) -> str:
+    if ZERO:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
+            return str(tiny.digest(*(p for _, p in sorted(trainer.model.named_parameters()))))
     named = sorted(trainer.model.named_parameters())
     return tiny.digest(*(p.full_tensor() if hasattr(p, "full_tensor") else p for _, p in named))
 
@@ -155,6 +182,6 @@ def full_weights(trainer: Any) -> str:
 if __name__ == "__main__":
     results = {}
     for scenario in sys.argv[2:]:
-        results[scenario] = run("observed" if scenario == "fsdp2" else scenario)
+        results[scenario] = run("observed" if scenario in ("fsdp2", "zero3") else scenario)
     (OUT / f"rank{rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
