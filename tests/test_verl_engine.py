@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import import_or_skip
+
+from .conftest import import_or_skip
 
 pytestmark = pytest.mark.verl
 HERE = Path(__file__).parent / "verl_cpu"

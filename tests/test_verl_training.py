@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import import_or_skip
 
 import collapsediag as cd
+
+from .conftest import import_or_skip
 
 pytestmark = pytest.mark.verl
 HERE = Path(__file__).parent / "verl_cpu"
