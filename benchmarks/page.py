@@ -66,7 +66,7 @@ figure.frames = [go.Frame(data=[go.Heatmap(z=one, **heat)], traces=[at], name=st
 move = dict(mode="immediate", frame=dict(duration=0, redraw=True), transition=dict(duration=0))
 steps = [dict(method="animate", label=str(i), args=[[str(i)], move]) for i in range(len(z))]
 figure.update_layout(height=1900, sliders=[dict(active=len(z) - 1, steps=steps)])
-ready = "document.getElementById('{plot_id}').on('plotly_afterplot', () => { document.body.dataset.ready = 'yes'; });"
+ready = "document.body.dataset.ready = 'yes';"  # plotly runs it once the plot is drawn and the frames are added
 figure.write_html(sys.argv[3], include_plotlyjs=True, auto_play=False, div_id="plot", post_script=ready)
 """
 # Runs before the page's own scripts, in either page.

@@ -159,9 +159,17 @@ class Chromium:
         return said + thrown + logged
 
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        """End the browser, kindly at first: killed at once it would leave folders behind."""
+        self._session = None
+        with contextlib.suppress(OSError, RuntimeError, TimeoutError):
+            self.call("Browser.close")
+        deadline = time.monotonic() + 10
+        while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.killpg(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                break
+            time.sleep(0.05)
         os.close(self._to)
         os.close(self._from)
 

@@ -75,7 +75,7 @@ def _hash(text: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return importlib.resources.files("collapsediag.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return (importlib.resources.files("collapsediag.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _block(name: str, value: Any) -> str:

@@ -119,7 +119,7 @@ function decodeURIComponentSafely(text) {
 // Several runs: what each one is, which are drawn, and what goes with success.
 function runsTable() {
   const section = byId('runs-section');
-  section.hidden = !isComparing();
+  section.hidden = byId('comparison-section').hidden = !isComparing();
   if (!isComparing()) return;
   const fill = () => byId('runs').replaceChildren(el('table', {},
     el('thead', {}, el('tr', {}, ...['', 'run', 'verdict', 'regime', 'steps', 'drawn'].map(text => el('th', { scope: 'col' }, text)))),

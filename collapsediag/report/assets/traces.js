@@ -77,7 +77,7 @@ class TraceReader {
   entry(trace) {
     const text = (trace.trace ?? '').slice(0, SNIPPET);
     const kind = isMissed(trace) ? 'missed' : 'retrieved';
-    const verdict = trace.tied ? `${trace.own} = ${trace.tied} others` : kind === 'missed' ? `${trace.own} \u2192 ${trace.best}` : `${trace.own}`;
+    const verdict = trace.tied ? `${trace.own} tied` : kind === 'missed' ? `${trace.own} \u2192 ${trace.best}` : `${trace.own}`;
     return el('button', { type: 'button', role: 'option', class: kind, tabindex: -1, 'aria-selected': 'false', on: { click: () => update({ trace: trace.row }) } },
       el('span', { class: 'row' }, String(trace.row)),
       el('span', { class: 'verdict', title: 'own prompt, and the one it was taken for' }, `${kind === 'missed' ? '\u2717' : '\u2713'} ${verdict}`),
