@@ -186,8 +186,7 @@ def test_what_is_over_is_told_and_no_alarm(check: str) -> None:
 @pytest.mark.parametrize("n_clear", [0, 1, 2])
 def test_a_state_that_clears_says_so_until_it_is_over(check: str, n_clear: int) -> None:
     changes, status = COLLAPSES[check]
-    over = {"format/valid_fraction": 1.0}  # the usual wobble is too near to the border
-    finding = cd.judge(run(lambda i: changes(i) if i < 10 else over, n=10 + n_clear))[check]
+    finding = cd.judge(run(lambda i: changes(i) if i < 10 else {}, n=10 + n_clear))[check]
     assert finding.is_alarm == (status != "info")
     assert (finding.since_step, finding.n_steps, finding.n_clear) == (60, 4 + n_clear, n_clear)
     text = sentence(finding)

@@ -174,13 +174,14 @@ def test_a_state_is_left_only_above_its_border_and_for_good() -> None:
         return 0.125 + 0.875 * share * ratio
 
     collapsed = [*[0.9] * 6, *[at(0.4)] * 3]
-    # Between 0.7 and 0.84 of the baseline nothing changes: that is the hysteresis.
-    assert names(run_of(*collapsed, *[at(0.8)] * 6))[-1] == "template collapse"
+    # Between 0.7 and 0.76 of the baseline nothing changes: that is the hysteresis.
+    assert names(run_of(*collapsed, *[at(0.75)] * 6))[-1] == "template collapse"
+    assert names(run_of(*collapsed, *[at(0.77)] * 6))[-1] == "diverse reasoning"
     assert names(run_of(*collapsed, at(0.9), at(0.9)))[-1] == "template collapse"
     back = cd.regimes(run_of(*collapsed, *[at(0.9)] * 3))
     assert (back[-1].name, back[-1].since_step) == ("diverse reasoning", 110)
-    # And from above, 0.8 is no collapse.
-    assert names(run_of(*[0.9] * 6, *[at(0.8)] * 6))[-1] == "diverse reasoning"
+    # And from above, 0.75 is no collapse.
+    assert names(run_of(*[0.9] * 6, *[at(0.75)] * 6))[-1] == "diverse reasoning"
 
 
 def test_fewer_or_more_prompts_change_chance_and_bound_but_no_regime() -> None:

@@ -24,8 +24,7 @@ class StudyRun:
 
 N_SEEDS = 20
 N_GRID = 40
-# The collapse of the template scenario is over by its thirtieth step.
-STEPS = {"healthy": 60, "template": 30, "grid": 48}
+STEPS = {"healthy": 60, "template": 60, "grid": 48}
 # Reward and the noise on it: from a clear signal through a drowned one to none at all.
 SIGNALS: tuple[dict[str, Any], ...] = (
     {"reward": "readable"},

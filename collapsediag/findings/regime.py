@@ -223,16 +223,16 @@ def _comparison(points: Sequence[Dependence], index: int, settings: FindingSetti
     interval = point.entropy_interval
     unsure = interval is not None and bool(known) and interval[1] >= sum(known) / len(known)
     dependence_low = _both_below(retrieval, mi, settings.dependence_low) and not point.may_reach(base)
-    low, release = settings.conditional_entropy_low, settings.release
+    low = settings.conditional_entropy_low
     return _Comparison(
         at_chance=at_chance,
         retrieval=retrieval,
         mi=mi,
         entropy=entropy,
         mi_is_low=at_chance or dependence_low,
-        mi_is_clear=not at_chance and not _both_below(retrieval, mi, settings.dependence_low * release),
+        mi_is_clear=not at_chance and not _both_below(retrieval, mi, settings.left_above(settings.dependence_low)),
         entropy_is_low=entropy is not None and entropy < low and not unsure,
-        entropy_is_clear=entropy is not None and entropy > low * release,
+        entropy_is_clear=entropy is not None and entropy > settings.left_above(low),
     )
 
 

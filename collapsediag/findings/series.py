@@ -175,7 +175,7 @@ def low_episodes(series: Series, low: float, settings: FindingSettings, *, floor
         ratio = value / base if base is not None and judged else 1.0
         unsure = interval is not None and base is not None and interval[1] >= base
         bad_S.append(judged and ratio < low and not unsure)
-        clear_S.append(judged and ratio > low * settings.release)
+        clear_S.append(judged and ratio > settings.left_above(low))
     return Episodes(series, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(clear_S), tuple(base_S))
 
 

@@ -16,7 +16,8 @@ class FindingSettings:
     min_baseline: while the run is young the baseline is shorter, but never shorter than this. The last `persistence`
         steps are kept out of it, so that a collapse in a short run is not compared with itself.
     persistence: measured steps in a row before a state is named, and before it is left.
-    release: hysteresis. A state entered below 0.5 is left above 0.5 * release (above: below level / release).
+    release: hysteresis. A state entered below a share of the baseline is left `release - 1` of the way from there back
+        to the baseline: 0.5 above 0.6, 0.8 above 0.84. One entered above a level is left below level / release.
     alpha: a permutation p-value above this is "at chance".
     dependence_low: MI and retrieval above chance, both below this share of the baseline, are "MI low".
     environment_low: ratio at which one environment has collapsed, if all together have not.
@@ -89,6 +90,14 @@ class FindingSettings:
             value = getattr(self, setting.name)
             if not value >= 0:  # NaN too
                 raise SettingsError(f"{setting.name}={value!r}: thresholds are numbers >= 0.")
+
+    def left_above(self, low: float) -> float:
+        """The share of the baseline above which a state is left that was entered below `low`.
+
+        >>> FindingSettings().left_above(0.5), FindingSettings(release=1.0).left_above(0.5)
+        (0.6, 0.5)
+        """
+        return low + (self.release - 1) * (1 - low)
 
     @property
     def n_needed(self) -> int:
