@@ -31,6 +31,7 @@ from collapsediag.integrations.verl.facts import (
     staleness_note,
     training_row_tokens,
 )
+from collapsediag.integrations.verl.inside import InsideScorer, check_inside
 from collapsediag.integrations.verl.rows import Row, batch_of, read_rows
 from collapsediag.integrations.verl.scorer import Limits, WorkerScorer
 from collapsediag.integrations.verl.settings import VerlSettings, settings_of
@@ -128,7 +129,13 @@ class CollapseHook:
 
     def _make_scorer(self, trainer: Any, limits: Limits) -> None:
         settings, monitor = self.settings, self.monitor
-        scorer = WorkerScorer(trainer.actor_rollout_wg, contract_of(trainer), limits, call_tokens=settings.call_tokens)
+        group = trainer.actor_rollout_wg
+        scorer: InsideScorer | WorkerScorer
+        if settings.share_prefixes:
+            check_inside(trainer.config)
+            scorer = InsideScorer(group, limits)
+        else:
+            scorer = WorkerScorer(group, contract_of(trainer), limits, call_tokens=settings.call_tokens)
         monitor.scorer = scorer if settings.budget is None else BudgetScorer(scorer, settings.budget)
         monitor.tokenizer = trainer.tokenizer
         pairs = dataclasses.replace(monitor.pair_settings, max_total_tokens=limits.row_tokens)

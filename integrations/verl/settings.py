@@ -47,6 +47,7 @@ class VerlSettings:
     max_traces, max_contexts, max_pairs, max_trace_tokens, max_context_tokens: see PairSettings.
     token_budget: tokens that one scored step may cost at most; fewer traces are drawn to keep it.
     budget: score each trace under its own and so many other prompts (BudgetScorer).
+    share_prefixes: run each prompt once instead of once with every trace, inside the workers (FSDP, veRL 0.8 on).
     call_tokens: tokens of one call to the workers; what is more goes in several calls. Bounds memory on the driver.
 
     Raises SettingsError for values that fit nothing.
@@ -73,6 +74,7 @@ class VerlSettings:
     max_context_tokens: int | None = None
     token_budget: int | None = None
     budget: int | None = None
+    share_prefixes: bool = False
     call_tokens: int = 2_000_000
 
     def __post_init__(self) -> None:

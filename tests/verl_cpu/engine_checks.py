@@ -59,6 +59,10 @@ class Group:
         self.calls += 1
         return self.worker.compute_log_prob(data)
 
+    def execute_with_func_generator(self, function, data):
+        self.calls += 1
+        return self.worker.execute_with_func_generator(function, data)
+
     def update_actor(self, data):
         return self.worker.update_actor(data)
 
@@ -287,14 +291,14 @@ def with_old_log_probs(trainer, batch):
     return batch.union(old)
 
 
-def train(folder: Path, strategy: str, overrides, hooked: bool) -> dict:
+def train(folder: Path, strategy: str, overrides, hooked: bool, share_prefixes: bool = False) -> dict:
     """Three updates of the real trainer's methods and the real engine."""
     config = config_of(folder, strategy, *overrides)
     worker = worker_of(config)
     trainer = trainer_of(folder, config, worker)
     said: dict = {"own": [], "untouched": True}
     if hooked:
-        hook = attach(trainer, every=1, reasoning="completion", max_contexts=4)
+        hook = attach(trainer, every=1, reasoning="completion", max_contexts=4, share_prefixes=share_prefixes)
         observe = hook._observe
 
         def watched(batch):
@@ -313,13 +317,15 @@ def train(folder: Path, strategy: str, overrides, hooked: bool) -> dict:
             line: dict = {"training/global_step": step + 1}
             hook.merge_into(line)
             said["own"].append(line.get("collapse/own_logp_difference"))
+            said["mi"] = line.get("collapse_first_turn_sample/mi_seq_estimate")
             said["failed"] = [name for name in line if "failed" in name or "failures" in name]
     grad_norm = metrics["actor/grad_norm"]
     return said | {"digest": digest(worker), "grad_norm": repr(grad_norm), "calls": trainer.actor_rollout_wg.calls}
 
 
 def bitwise(folder: Path, strategy: str, *overrides: str) -> dict:
-    return {"on": train(folder, strategy, overrides, True), "off": train(folder, strategy, overrides, False)}
+    on, off = train(folder, strategy, overrides, True), train(folder, strategy, overrides, False)
+    return {"on": on, "off": off, "inside": train(folder, strategy, overrides, True, share_prefixes=True)}
 
 
 if __name__ == "__main__":
