@@ -392,10 +392,10 @@ def command(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen(arguments, **pipes) as process:
         try:
-            lines = [process.stdout.readline() for _ in range(3)]  # type: ignore[union-attr]
+            lines = [process.stdout.readline() for _ in range(4)]  # type: ignore[union-attr]
             found = re.fullmatch(rf"Following {run}: (http://127\.0\.0\.1:(\d+)/)\n", lines[0])
             assert found, lines
-            assert f"ssh -N -L {found[2]}:127.0.0.1:{found[2]} " in lines[1]
+            assert lines[2].startswith(f"    ssh -N -L {found[2]}:127.0.0.1:{found[2]} ")
             yield process, found[1]
         finally:
             process.kill()

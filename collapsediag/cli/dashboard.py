@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     with LiveServer(live, args.port) as server:
         waiting = "" if live.series() else ", which has no record yet"
         print(f"Following {printable(str(folder))}{waiting}: {server.url}")
-        print(f"From another machine: ssh -N -L {_forward(server.server_port)}", "then open the same address there.")
+        print("To see it on another machine, run this there and open the same address:")
+        print(f"    ssh -N -L {_forward(server.server_port)}")
         print("Ctrl-C ends this and leaves the run alone.", flush=True)
         try:
             server.serve_forever()
