@@ -87,8 +87,10 @@ function changeTheme() {
 function repaint() {
   heatmap.paint();
   reader.choose();
-  document.querySelectorAll('details[open]').forEach(details => details.dispatchEvent(new Event('toggle')));
+  refillTables();
 }
+
+const refillTables = () => document.querySelectorAll('details[open]').forEach(details => details.dispatchEvent(new Event('toggle')));
 
 const KEYS = {
   ArrowLeft: () => moveStep(-1),
@@ -169,17 +171,20 @@ async function follow() {
 
 function renew(series) {
   const before = run();
-  const wasLast = state.step === before.shownSteps[before.shownSteps.length - 1];
+  const wasLast = state.step === null || state.step === before.shownSteps[before.shownSteps.length - 1];
   page.runs = [series];
   prepare(series, 0);
   scoredCache.clear();
   const { shownSteps: steps } = series;
   const step = wasLast ? steps[steps.length - 1] ?? null : nearestStep(steps, state.step);
   if (!series.draws[state.draw]) state.draw = Object.keys(series.draws)[0];
+  // Charts are made anew only when there are other ones, so that a drag over them goes on.
+  if (JSON.stringify(series.charts) !== JSON.stringify(before.charts)) makeCharts();
   showVerdict();
-  redraw();
   environmentCharts();
-  if (step === state.step) showScored();
+  redraw();
+  refillTables();
+  if (step === state.step) showScored().catch(failed);
   update({ step });
   showControls();
 }
@@ -187,9 +192,7 @@ function renew(series) {
 async function start() {
   await loadSeries();
   Object.assign(state, fromAddress());
-  sectionCharts('dependence');
-  sectionCharts('signal');
-  sectionCharts('behaviour');
+  makeCharts();
   heatmap = new Heatmap();
   reader = new TraceReader();
   regimeMap = new RegimeMap();
@@ -199,6 +202,7 @@ async function start() {
   controls();
   followCharts();
   on(['run'], showVerdict);
+  on(['measure'], environmentCharts);
   on(['trace'], () => heatmap.markRow());
   on(['step', 'run', 'draw'], () => showScored().catch(failed));
   lazy('step-table', stepTable, ['run', 'draw']);

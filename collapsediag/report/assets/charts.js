@@ -290,6 +290,11 @@ function followCharts() {
   }));
 }
 
+function makeCharts() {
+  charts.length = 0;
+  ['dependence', 'signal', 'behaviour'].forEach(sectionCharts);
+}
+
 function sectionCharts(section) {
   const holder = byId(section);
   const definitions = new Map();

@@ -85,14 +85,10 @@ function environmentCharts() {
   const chooser = byId('measure');
   chooser.replaceChildren(...measures.map(measure => el('option', { value: measure, selected: measure === state.measure }, measureTitle(measure))));
   chooser.onchange = () => update({ measure: chooser.value });
-  const draw = () => {
-    charts.filter(chart => chart.options.isMultiple).forEach(chart => charts.splice(charts.indexOf(chart), 1));
-    const made = names.map(name => environmentChart(name, names));
-    byId('environments').replaceChildren(...made.map(chart => chart.figure));
-    drawCharts(made);
-  };
-  on(['measure'], draw);
-  draw();
+  charts.filter(chart => chart.options.isMultiple).forEach(chart => charts.splice(charts.indexOf(chart), 1));
+  const made = names.map(name => environmentChart(name, names));
+  byId('environments').replaceChildren(...made.map(chart => chart.figure));
+  drawCharts(made);
 }
 
 const measureTitle = measure => page.runs.map(one => Object.entries(one.info).find(([name]) => name.endsWith('/' + measure))?.[1].title).find(Boolean) ?? measure;

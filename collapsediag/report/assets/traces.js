@@ -44,11 +44,19 @@ class TraceReader {
     byId('environment-label').hidden = environments.length < 2;
     this.environment.replaceChildren(el('option', { value: '' }, 'every environment'), ...environments.map(name => el('option', { value: name, selected: name === state.environment }, visibleString(name))));
     byId('reward-label').hidden = !this.traces.some(trace => trace.reward !== null);
-    // A step that was just opened shows a trace that was not retrieved, if there is one: that is what one came to see.
-    const rows = this.traces.map(trace => trace.row);
-    if (state.trace === null && rows.length) state.trace = (this.traces.find(isMissed) ?? this.traces[0]).row;
+    this.findTrace();
     this.fillList();
     this.choose();
+  }
+
+  // Each step keeps other traces: stay with the prompt that is being read, and begin with a trace that was not retrieved.
+  findTrace() {
+    const isKept = this.traces.some(trace => trace.row === state.trace);
+    const isAsked = state.trace !== null && this.prompt === undefined;
+    if (!this.traces.length || isKept || isAsked) return;
+    const near = this.traces.find(trace => trace.own === this.prompt);
+    state.trace = (near ?? this.traces.find(isMissed) ?? this.traces[0]).row;
+    keepAddress();
   }
 
   isShown(trace) {
@@ -104,6 +112,7 @@ class TraceReader {
   choose() {
     this.mark();
     const trace = this.traces.find(one => one.row === state.trace);
+    if (trace) this.prompt = trace.own;
     this.reader.replaceChildren(...(trace ? this.read(trace) : [this.notKept()]));
     if (trace && this.strip) drawStrip(this.strip, this.matrix, trace);
   }

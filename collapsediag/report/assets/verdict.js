@@ -63,7 +63,7 @@ function sureWords(lead) {
 function traceLink(step, trace) {
   return el('a', { href: `#step=${step}&trace=${trace}`, on: { click: event => {
     event.preventDefault();
-    update({ step: nearestStep(run().shownSteps, step), trace });
+    update({ trace, step: nearestStep(run().shownSteps, step) });
     byId('traces').scrollIntoView({ behavior: matchMedia('(prefers-reduced-motion: reduce)').matches ? 'auto' : 'smooth' });
   } } }, String(trace));
 }
