@@ -317,7 +317,10 @@ def test_a_model_that_refuses_the_fast_path_in_its_own_words(caplog: pytest.LogC
     assert "because its forward failed on the fast path (ValueError: no positions please)." in line
 
 
-def test_layers_of_a_kind_that_is_not_known_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_of_a_kind_that_is_not_known_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hf, "continues", lambda *args: False)
     model = make_model("mistral", sliding_window=None)
     truth = truth_of(model)
     model.config.layer_types = ["full_attention", "whirling_attention"]

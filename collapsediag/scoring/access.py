@@ -122,6 +122,12 @@ class ModelAccess:
         return None
 
     @property
+    def cache_name(self) -> str | None:
+        """What its forward calls the state that it continues; None where it takes none."""
+        names = [name for name in ("cache", "past_key_values", "cache_params") if name in self.parameters]
+        return names[0] if names and self.config is not None else None
+
+    @property
     def length_dependent_rope(self) -> int | None:
         """Length beyond which rotary frequencies depend on the sequence's length; None where they never do."""
         rope = self.setting("rope_parameters") or self.setting("rope_scaling") or {}

@@ -22,10 +22,11 @@ from collapsediag.scoring.cost import CostEstimate, estimate, plan_tokens
 from collapsediag.scoring.guard import undisturbed
 from collapsediag.scoring.head import HeadTap, UnsupportedModelError
 from collapsediag.scoring.memory import MIN_TOKENS, BackOff, is_out_of_memory, release_memory, work_model
-from collapsediag.scoring.plain import Cell, PlainSettings, pair_tokens, plain_logp
+from collapsediag.scoring.plain import Cell, PlainSettings, pair_tokens, plain_logp, plain_tokens
 from collapsediag.scoring.plan import Unique, make_plan
 from collapsediag.scoring.prefix import PrefixEngine, length_reason, unsupported_reason
 from collapsediag.scoring.results import Progress, Results, TokenScores
+from collapsediag.scoring.state import continued_logp, continues, state_tokens
 
 logger = logging.getLogger("collapsediag")
 
@@ -40,7 +41,8 @@ ATTENTION = ("auto", "cascade", "masked", "plain")
 class ScoreInfo:
     """How the last matrix was computed.
 
-    path: "prefix" or "plain". reason: why plain, None for the fast path.
+    path: "prefix", "state" (traces continue copies of each context's state, unpacked) or "plain".
+    reason: why not the first, None for it.
     attention: "cascade" or "masked", how the fast path attends; None on the plain path.
     check: largest difference between both paths in the self-check, nats per token; None where none was due. In low
         precision this is the noise that retrieval and MI carry.
@@ -58,10 +60,11 @@ class ScoreInfo:
 class HFScorer:
     """Scores traces under contexts with a transformers causal language model.
 
-    Each context's keys and values run once; all distinct traces continue them, packed into few forward passes. Models
-    whose state cannot be shared that way (state-space and hybrid layers, ALiBi, chunked attention), and any model whose
-    fast scores do not agree with the plain path, are scored by forwarding `[context | trace]` in full; one log line
-    says so. Weights, modes, random states, caches and gradients of the model are as before when a call returns.
+    Each context's keys and values run once; all distinct traces continue them, packed into few forward passes. Where
+    layers cannot share them that way (hybrids with linear attention, ALiBi, chunked attention) each trace continues a
+    copy of the context's state; where not even that is exact (Mamba), and for any model whose fast scores do not agree
+    with the plain path, `[context | trace]` is forwarded in full, and one log line says so. Weights, modes, random
+    states, caches and gradients of the model are as before when a call returns.
 
     model: on any device, in any floating-point type, in train or eval mode, wrapped by PEFT, DDP, FSDP or DeepSpeed.
     temperature: score softmax(logits / temperature).
@@ -116,7 +119,8 @@ class HFScorer:
         self._known = weakref.ref(model)
         # Ways that this model turned out not to allow, with the reason, and ways that passed a self-check.
         self._failed: dict[str, str] = {}
-        self._passed: set[str] = set()
+        self._checked: set[str] = set()
+        self._continues: bool | None = None
         self._told = False
 
     def __repr__(self) -> str:
@@ -177,18 +181,31 @@ class HFScorer:
         cost = estimate(unique, make_plan(unique, work), scored_NP)
         if self._reason(access, unique) is None:
             return cost
-        cells = np.argwhere(unique.wanted_UC)
-        tokens = sum(pair_tokens(unique.contexts[c], unique.traces[u]) for u, c in cells)
+        cells = [(int(u), int(c)) for u, c in np.argwhere(unique.wanted_UC)]
+        tokens_of = state_tokens if self._continues and self._may_continue(access, unique) else plain_tokens
         rows = sum(unique.traces[u].size for u, _ in cells)
-        return replace(cost, tokens=int(tokens), logit_rows=int(rows))
+        return replace(cost, tokens=tokens_of(unique.contexts, unique.traces, cells), logit_rows=int(rows))
 
     def _reason(self, access: ModelAccess, unique: Unique) -> str | None:
         """Why these pairs take the plain path, as far as is known before anything runs."""
         if self.attention == "plain":
             return "that was asked for"
-        longest = max((t.size for t in unique.traces), default=0) + max((c.size for c in unique.contexts), default=0)
-        reason = unsupported_reason(access) or length_reason(access, longest)
+        reason = unsupported_reason(access) or length_reason(access, unique.longest_pair)
         return reason or (None if self._ways(access) else list(self._failed.values())[-1])
+
+    def _may_continue(self, access: ModelAccess, unique: Unique) -> bool:
+        """Whether each context's state may serve its traces, where no tree of traces can share it."""
+        return (
+            self.attention != "plain"
+            and self._continues is not False
+            and unsupported_reason(access) is not None
+            and length_reason(access, unique.longest_pair) is None
+        )
+
+    def _check_due(self, call: int, way: str) -> bool:
+        due = bool(self.check_every) and (call % self.check_every == 0 or way not in self._checked)
+        self._checked.add(way)
+        return due
 
     def _ways(self, access: ModelAccess) -> list[Attention]:
         """Ways to attend that are left to try, the fastest first."""
@@ -229,12 +246,17 @@ class HFScorer:
                     break
                 self._failed[way.name] = reason
                 logger.info("%s attention does not suit %s: %s.", way.name, type(access.inner).__name__, reason)
-            if reason is not None:
+            path = "prefix" if reason is None else "plain"
+            if self._may_continue(access, unique):
                 results = Results(pairs, unique, **wanted)
-                self._tell(access, reason)
+                check, worked = self._try_continued(access, results, call, Progress(callback))
+                path = "state" if worked else "plain"
+            if path == "plain":
+                results = Results(pairs, unique, **wanted)
+                self._tell(access, str(reason))
                 self._plain(access, results, Progress(callback))
         self.info = ScoreInfo(
-            path="prefix" if reason is None else "plain",
+            path=path,
             reason=reason,
             attention=None if reason is not None or way is None else way.name,
             check=check,
@@ -250,14 +272,9 @@ class HFScorer:
         """Fill `results` by the fast path: (largest difference where a self-check was due, reason where it failed)."""
         with way.installed():
             reason = self._try_fast(access, way, results, progress)
-        due = self.check_every and (call % self.check_every == 0 or way.name not in self._passed)
-        if reason is not None or not due:
+        if reason is not None or not self._check_due(call, way.name):
             return None, reason
-        settings = PlainSettings(temperature=self.temperature, max_tokens=self._work(access, results.unique).max_tokens)
-        check, reason = self_check(access, results, settings, call)
-        if reason is None:
-            self._passed.add(way.name)
-        return check, reason
+        return self_check(access, results, self._plain_settings(access, results.unique), call)
 
     def _try_fast(self, access: ModelAccess, way: Attention, results: Results, progress: Progress) -> str | None:
         """Fill `results` by the fast path; the reason where that failed, None where it did not."""
@@ -301,35 +318,64 @@ class HFScorer:
         after = self._work(access, results.unique).max_tokens
         logger.info("out of memory at %d tokens a forward pass; going on with %d.", before, after)
 
-    def _plain(self, access: ModelAccess, results: Results, progress: Progress) -> None:
+    def _pair_by_pair(
+        self, access: ModelAccess, results: Results, progress: Progress, *, continued: bool
+    ) -> Exception | None:
+        """Fill `results` cell by cell, on copies of each context's state or in full; the error where that failed."""
         unique = results.unique
+        score, tokens_of = (continued_logp, state_tokens) if continued else (plain_logp, plain_tokens)
         while True:
             cells = [(int(u), int(c)) for u, c in np.argwhere(results.open_UC)]
-            progress.plan(sum(pair_tokens(unique.contexts[c], unique.traces[u]) for u, c in cells))
-            settings = PlainSettings(
-                temperature=self.temperature,
-                max_tokens=2 * self._work(access, unique).max_tokens,
-                entropies=results.entropies,
-            )
+            progress.plan(tokens_of(unique.contexts, unique.traces, cells))
+            settings = replace(self._plain_settings(access, unique), entropies=results.entropies)
 
             def store(cell: Cell, logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
                 results.add_cell(cell, logp_T, entropy_T)
-                progress.add(pair_tokens(unique.contexts[cell[1]], unique.traces[cell[0]]))
+                context, trace = unique.contexts[cell[1]], unique.traces[cell[0]]
+                progress.add(trace.size if continued else pair_tokens(context, trace))
 
             try:
                 with chunked_head(access, unique.contexts, unique.traces, settings) as tap:
-                    plain_logp(access, unique.contexts, unique.traces, cells, settings, store, tap)
-                return
+                    score(access, unique.contexts, unique.traces, cells, settings, store, tap)
+                progress.finish()
+                return None
             except ScoringError:
                 raise
             except Exception as error:
-                message = _first_line(error)
                 if not is_out_of_memory(error):
-                    raise ScoringError(
-                        f"{type(access.inner).__name__} cannot be run ({type(error).__name__}: {message}). Scoring "
-                        "needs a causal language model whose forward takes input_ids."
-                    ) from error
+                    return error
+                message = _first_line(error)
             self._halve(access, results, message)
+
+    def _plain_settings(self, access: ModelAccess, unique: Unique) -> PlainSettings:
+        return PlainSettings(temperature=self.temperature, max_tokens=2 * self._work(access, unique).max_tokens)
+
+    def _try_continued(
+        self, access: ModelAccess, results: Results, call: int, progress: Progress
+    ) -> tuple[float | None, bool]:
+        """Fill `results` on copies of each context's state: (difference in the self-check, whether it worked)."""
+        unique = results.unique
+        if self._continues is None:
+            self._continues = continues(access, unique.contexts, unique.traces, self._plain_settings(access, unique))
+        if not self._continues:
+            return None, False
+        check: float | None = None
+        error = self._pair_by_pair(access, results, progress, continued=True)
+        reason = None if error is None else _first_line(error)
+        if reason is None and self._check_due(call, "state"):
+            check, reason = self_check(access, results, self._plain_settings(access, unique), call)
+        if reason is not None:
+            self._continues = False
+            logger.info("a copied state does not suit %s: %s.", type(access.inner).__name__, reason)
+        return check, reason is None
+
+    def _plain(self, access: ModelAccess, results: Results, progress: Progress) -> None:
+        error = self._pair_by_pair(access, results, progress, continued=False)
+        if error is not None:
+            raise ScoringError(
+                f"{type(access.inner).__name__} cannot be run ({type(error).__name__}: {_first_line(error)}). Scoring "
+                "needs a causal language model whose forward takes input_ids."
+            ) from error
 
     def _tell(self, access: ModelAccess, reason: str) -> None:
         """Say once that this scorer is slower than it could be."""

@@ -60,6 +60,11 @@ def pair_tokens(context: IntArray, trace: IntArray) -> int:
     return int(context.size + trace.size - 1)
 
 
+def plain_tokens(contexts: Sequence[IntArray], traces: Sequence[IntArray], cells: Sequence[Cell]) -> int:
+    """Tokens that run for these cells, padding left out."""
+    return sum(pair_tokens(contexts[c], traces[u]) for u, c in cells)
+
+
 def logits_of(output: Any) -> torch.Tensor:
     """The logits of whatever a forward returned: an output object, a tuple, or the tensor itself."""
     logits = getattr(output, "logits", output)
@@ -78,10 +83,12 @@ def forward_batch(
     rows: Sequence[tuple[IntArray, IntArray]],
     settings: PlainSettings,
     tap: HeadTap | None = None,
+    state: dict[str, Any] | None = None,
 ) -> list[tuple[FloatArray, FloatArray | None]]:
     """Per-token log-probs (and entropies) of the traces of one batch of (context, trace) rows.
 
     tap: of the head, which then makes a few rows of logits at a time. Without it the model makes them, all at once.
+    state: arguments of the forward, of what came before the rows; padding follows the tokens and needs no mask then.
     """
     sequences = [np.concatenate([context, trace[:-1]]) for context, trace in rows]
     longest = max(s.size for s in sequences)
@@ -93,10 +100,12 @@ def forward_batch(
         ids[row, sequence.size :] = sequence[-1]
     first = min(context.size for context, _ in rows) - 1  # the first position whose logits are read
     arguments: dict[str, Any] = {"input_ids": torch.from_numpy(ids).to(access.device)}
-    if access.config is not None:
+    if state is not None:
+        arguments.update(state)
+    elif access.config is not None:
         arguments["use_cache"] = False
     # Without padding the mask says nothing, and some models run another kernel with it.
-    if int(mask.min()) == 0 and ("attention_mask" in access.parameters or access.config is not None):
+    if state is None and int(mask.min()) == 0 and ("attention_mask" in access.parameters or access.config is not None):
         arguments["attention_mask"] = torch.from_numpy(mask).to(access.device)
     if tap is not None:
         return _tapped(access, rows, settings, tap, arguments)

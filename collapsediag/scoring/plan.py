@@ -85,6 +85,11 @@ class Unique:
             wanted_UC=wanted,
         )
 
+    @property
+    def longest_pair(self) -> int:
+        """Tokens of the longest context and the longest trace together."""
+        return max((t.size for t in self.traces), default=0) + max((c.size for c in self.contexts), default=0)
+
     def naive_tokens(self, scored_NP: BoolArray | None = None) -> int:
         """Tokens of `[X | Z]` over all asked-for cells of non-empty traces, duplicates included, padding not."""
         length_N = np.array([self.traces[u].size if u >= 0 else 0 for u in self.trace_of_N], dtype=np.int64)

@@ -37,7 +37,7 @@ def unsupported_reason(access: ModelAccess) -> str | None:
         return "it is not a transformers model"
     if "position_ids" not in access.parameters:
         return "its forward takes no position_ids"
-    if not access.parameters & {"cache", "past_key_values"}:
+    if access.cache_name is None:
         return "its forward takes no key-value cache"
     kinds = set(access.setting("layer_types", ()))
     if not kinds <= KNOWN_KINDS:
@@ -90,7 +90,7 @@ class PrefixEngine:
     ):
         self.access, self.tap, self.attention = access, tap, attention
         self.max_tokens, self.on_tokens = max_tokens, on_tokens
-        self.cache_name = "cache" if "cache" in access.parameters else "past_key_values"
+        self.cache_name = str(access.cache_name)
         self.device = access.device
         self.checked = False
 

@@ -54,6 +54,11 @@ class Progress:
         if self.callback is not None:
             self.callback(self.done, self.total)
 
+    def finish(self) -> None:
+        """All is done, also what nobody counted."""
+        if self.done < self.total:
+            self.add(self.total - self.done)
+
 
 class Results:
     """Sums of all wanted cells, and tokens where they are wanted."""
