@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,17 @@ N_HEALTHY, N_COLLAPSED, EVERY = 5, 4, 10
 
 
 def write_run(
-    folder: Path, *, texts: Sequence[str] = (), reward: float = 0.5, environments: Sequence[str | None] = (None,)
+    folder: Path,
+    *,
+    texts: Sequence[str] = (),
+    reward: float = 0.5,
+    environments: Sequence[str | None] = (None,),
+    is_kept: Callable[[int, int], bool] = lambda step, row: True,
 ) -> Path:
     """A run of 90 steps, every tenth scored: reasoning depends on the prompt until step 40, and not from 50 on.
 
-    texts: of the first traces of every scored step. Step 7 failed. No step has success labels.
+    texts: of the first traces of every scored step. is_kept: whether a row of a step is among the sampled traces.
+    Step 7 failed. No step has success labels.
     """
     rng = np.random.default_rng(0)
     with RunStore(folder, provenance=Provenance(created=1.0, model="planted", dtype="float64")) as store:
@@ -35,7 +42,10 @@ def write_run(
                     values[f"env/{environment}/reward/mean"] = reward + 0.1 * rng.normal()
             reasons = {"pass@k": "no rollout has a success label"}
             record = Record(step=step, values=values, not_measured=reasons)
-            store.append(_scored(record, texts, environments) if step % EVERY == 0 else record)
+            if step % EVERY == 0:
+                record = _scored(record, texts, environments)
+                record = replace(record, traces=tuple(t for t in record.traces if is_kept(step, t.row)))
+            store.append(record)
     return folder
 
 

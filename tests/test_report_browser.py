@@ -154,6 +154,19 @@ def test_traces_are_found_and_read(browser: Chromium, page: str) -> None:
     assert 0 < count(browser, "#trace-list button") < len(rewards)
 
 
+def test_the_reader_stays_with_the_prompt_when_a_step_keeps_other_traces(browser: Chromium, folder: Path) -> None:
+    run = write_run(folder / "thinned", is_kept=lambda step, row: (row + step // 10) % 2 == 0)
+    page = written(folder / "thinned.html", build_page([str(run)]))
+    browser.open(f"{page}#step=80&trace=18")
+    assert text(browser, "#trace-reader h4").startswith("Trace 18: ")
+    browser.key("ArrowLeft")
+    browser.wait("document.querySelector('#trace-reader h4').textContent.startsWith('Trace 17: ')")
+    assert "step=70&trace=17" in browser.evaluate("location.hash")
+    # Asked for by name, a trace that was not kept is not replaced by another.
+    browser.open(f"{page}#step=80&trace=19")
+    assert "The text of trace 19 was not kept" in text(browser, "#trace-reader .why")
+
+
 def test_a_link_opens_what_it_names(browser: Chromium, page: str) -> None:
     browser.open(f"{page}#step=20&trace=5")
     assert text(browser, "#step") == "step 20"

@@ -123,6 +123,47 @@ def test_scripts_make_text_only_through_text_nodes(name: str) -> None:
     assert len(source.splitlines()) <= 400
 
 
+def contrast(one: str, other: str) -> float:
+    """WCAG 2.1 contrast ratio of two #rrggbb (or #rgb) colours."""
+
+    def luminance(colour: str) -> float:
+        digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
+        linear = []
+        for start in (0, 2, 4):
+            share = int(digits[start : start + 2], 16) / 255
+            linear.append(share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4)
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_and_lines_stand_out_from_the_paper_in_every_theme() -> None:
+    style = ASSETS.joinpath("style.css").read_text(encoding="utf-8")
+    themes = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6});", block)) for block in re.findall(r"\{[^{}]+\}", style)]
+    themes = [theme for theme in themes if "paper" in theme]
+    assert len(themes) == 4  # light, dark by the system, dark by choice, print
+    assert themes[1] == themes[2]
+    names = [
+        "ink",
+        "soft",
+        "bad",
+        "warn",
+        "good",
+        "main",
+        "second",
+        "third",
+        "fourth",
+        "fifth",
+        "sixth",
+        "seventh",
+        "reference",
+    ]
+    for theme in themes:
+        for name in names:
+            assert contrast(theme[name], theme["paper"]) >= 4.5, (name, theme[name], theme["paper"])
+
+
 def test_no_asset_is_left_out_of_the_page() -> None:
     scripts = {file.name for file in ASSETS.iterdir() if file.name.endswith(".js")}
     assert scripts == set(SCRIPTS)

@@ -11,8 +11,8 @@ const isReducedMotion = () => matchMedia('(prefers-reduced-motion: reduce)').mat
 async function showScored() {
   const steps = run().shownSteps;
   if (state.step === null) {
-    const words = page.live ? 'no step has been scored yet' : 'no step of this run was scored';
-    heatmap.show({ missing: words });
+    const known = run().reasons[withDraw('{draw}retrieval_accuracy')];
+    heatmap.show({ missing: known ?? (page.live ? 'no step has been scored yet' : 'no step of this run was scored') });
     reader.show({ draws: {}, contexts: [], traces: [] });
     return;
   }
