@@ -147,7 +147,7 @@ class JobMonitor:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
             if scorer is not None:
                 self._shared = DistributedScorer(scorer, group=self._group)
-                scorer = _Leader(self)
+                scorer = ScoringByAllRanks(self)
         if scorer is not None:
             self.monitor.scorer = scorer if self._budget is None else BudgetScorer(scorer, self._budget)
 
@@ -158,8 +158,8 @@ class JobMonitor:
         return cells
 
 
-class _Leader:
-    """Rank 0's scorer: calls the others in first."""
+class ScoringByAllRanks:
+    """Rank 0's scorer: calls the others in first. Log-probs of single tokens stay where they were computed."""
 
     def __init__(self, job: JobMonitor) -> None:
         self._job = job
