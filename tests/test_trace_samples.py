@@ -169,6 +169,9 @@ def test_the_mixture_is_the_one_of_the_definition() -> None:
         assert sum(trace.pmi or ()) == pytest.approx(gap_N[trace.row], abs=1e-3)
 
 
+NO_TOKENS = "this way of scoring gives no log-probs of single tokens ({})"
+
+
 class SpacedWords:
     """Writes a token differently where it comes first, as sentence-piece decoders do."""
 
@@ -208,9 +211,9 @@ def test_a_scorer_without_tokens_says_so_and_one_with_nan_too() -> None:
     monitor = Monitor(step.scorer(), every=1, tokenizer=step, on_error="raise")
     for trace in monitor.observe(0, step.batch).traces:
         assert (trace.tokens, trace.pmi) == (None, None)
-        assert trace.pmi_reason == "TableScorer gives no log-probs of single tokens"
+        assert trace.pmi_reason == NO_TOKENS.format("TableScorer")
     budget = observed(byte_tokenizer(), BudgetScorer(HFScorer(make_model(vocab_size=272)), 1))
-    assert {trace.pmi_reason for trace in budget.traces} == {"BudgetScorer gives no log-probs of single tokens"}
+    assert {trace.pmi_reason for trace in budget.traces} == {NO_TOKENS.format("BudgetScorer")}
 
 
 def test_a_matrix_of_another_shape_is_refused() -> None:

@@ -40,10 +40,10 @@ def draw_chart(
     for line in shown:
         colour = colours[line["style"]]
         x, y = _points(steps, columns[line["name"]])
-        style = {"color": colour, "linewidth": 0.8 if line["style"] == "reference" else 1.2}
+        width = 0.8 if line["style"] == "reference" else 1.2
+        (drawn,) = axes.plot(x, y, color=colour, linewidth=width, solid_capstyle="round", marker="." * (len(x) == 1))
         if line["style"] in DASHES:
-            style["dashes"] = [length / style["linewidth"] for length in DASHES[line["style"]]]
-        axes.plot(x, y, solid_capstyle="round", marker="." if len(x) == 1 else "", **style)
+            drawn.set_dashes([length / width for length in DASHES[line["style"]]])
         values += y
         if line["low"] in columns and line["high"] in columns:
             band = _band(steps, columns[line["low"]], columns[line["high"]])
