@@ -113,3 +113,7 @@ def test_two_ranks_with_an_odd_number_of_pairs(folder: Path) -> None:
     # A row too long for a micro-batch never reaches the workers, and they go on as before.
     assert "nothing was sent" in found["refused"]
     assert found["after it"] <= TOLERANCE
+    # From inside, and after a failure there that every rank shares.
+    assert "temperature is -1.0" in found["failed inside"]
+    assert found["inside"] <= 1e-4  # of whole traces
+    assert found["after all"] <= TOLERANCE
