@@ -14,7 +14,7 @@ import pytest
 from collapsediag.errors import SettingsError
 from collapsediag.integrations.verl.__main__ import checked, with_our_overrides
 from collapsediag.integrations.verl.facts import ModelFacts as Facts
-from collapsediag.integrations.verl.facts import lasting_notes, lasting_refusal, limits_of, staleness_note
+from collapsediag.integrations.verl.facts import check_config, lasting_notes, lasting_refusal, limits_of, staleness_note
 from collapsediag.integrations.verl.plugin import TrainerImports
 from collapsediag.integrations.verl.rows import Row
 from collapsediag.integrations.verl.settings import VerlSettings, settings_of
@@ -57,8 +57,9 @@ def test_the_front_door_ends_with_one_line_before_anything_runs() -> None:
     with pytest.raises(SystemExit, match=r"error: collapsediag\.evry is no setting"):
         run({"collapsediag": {"evry": 5}})
     assert ran == []
-    run({"collapsediag": {"every": 5}}, task_runner_class="T")
-    assert ran == [({"collapsediag": {"every": 5}}, {"task_runner_class": "T"})]
+    good = config()
+    run(good, task_runner_class="T")
+    assert ran == [(good, {"task_runner_class": "T"})]
 
 
 def test_the_front_door_switches_diagnostics_on() -> None:
@@ -74,7 +75,12 @@ def config(**changes: Any) -> Any:
     made = {
         "algorithm": changes.pop("algorithm", {}),
         "data": {"max_prompt_length": 1, "max_response_length": 1},
-        "actor_rollout_ref": {"actor": changes.pop("actor", {}), "rollout": rollout | changes, "model": {}},
+        "trainer": changes.pop("trainer", {}),
+        "actor_rollout_ref": {
+            "actor": {"strategy": "fsdp2"} | changes.pop("actor", {}),
+            "rollout": rollout | changes,
+            "model": {},
+        },
     }
     return Section(made)
 
@@ -100,6 +106,18 @@ def test_limits_are_those_of_the_trainers_own_pass() -> None:
     assert limits_of(config(**dynamic), Facts(positions=100)).row_tokens == 100
     # A limit of the model that training itself oversteps is none.
     assert limits_of(config(**dynamic), Facts(positions=10)).row_tokens == 88
+
+
+def test_settings_that_do_not_go_with_the_config_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    check_config(VerlSettings(share_prefixes=True), config())
+    check_config(VerlSettings(out=str(tmp_path)), config())
+    with pytest.raises(SettingsError, match="holds a run already"):
+        check_config(VerlSettings(out=str(tmp_path)), config(trainer={"resume_mode": "disable"}))
+    for actor in ({"strategy": "megatron"}, {"strategy": "fsdp", "ulysses_sequence_parallel_size": 2}):
+        with pytest.raises(SettingsError, match="share_prefixes=true is not possible here"):
+            check_config(VerlSettings(share_prefixes=True), config(actor=actor))
+        check_config(VerlSettings(), config(actor=actor))
 
 
 def test_refusals_and_notes() -> None:

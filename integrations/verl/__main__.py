@@ -14,6 +14,7 @@ from typing import Any
 from collapsediag._optional import require
 from collapsediag.errors import SettingsError
 from collapsediag.integrations.verl import SECTION, plugin
+from collapsediag.integrations.verl.facts import check_config
 from collapsediag.integrations.verl.settings import settings_of
 
 HOOK = "ray_kwargs.ray_init.runtime_env.worker_process_setup_hook"
@@ -37,7 +38,7 @@ def checked(run: Any) -> Any:
     @functools.wraps(run)
     def run_checked(config: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            settings_of(config)
+            check_config(settings_of(config), config)
         except SettingsError as error:
             sys.exit(f"error: {error}")
         return run(config, *args, **kwargs)

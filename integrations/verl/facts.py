@@ -6,10 +6,15 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from collapsediag.errors import SettingsError
+from collapsediag.integrations.verl import SECTION
 from collapsediag.integrations.verl.rows import Row
 from collapsediag.integrations.verl.scorer import Contract, Limits, ScoreDataProto, score_tensordict
+from collapsediag.integrations.verl.settings import VerlSettings
+from collapsediag.run_folder import METRICS_FILE
 
 logger = logging.getLogger("collapsediag")
 
@@ -109,6 +114,34 @@ def contract_of(trainer: Any) -> Contract:
         return score_tensordict
     pad = trainer.tokenizer.pad_token_id
     return ScoreDataProto(pad_token=0 if pad is None else int(pad))
+
+
+def check_config(settings: VerlSettings, config: Any) -> None:
+    """Raise SettingsError for settings that do not go with the rest of the config; nothing need be loaded for it."""
+    if settings.share_prefixes and (reasons := _prefix_obstacles(config)):
+        raise SettingsError(
+            f"{SECTION}.share_prefixes=true is not possible here: {'; '.join(reasons)}. Leave it out: rows are then "
+            "scored in full, through the trainer's own log-prob pass."
+        )
+    begins_anew = config.trainer.get("resume_mode", "auto") == "disable"
+    if settings.out is not None and begins_anew and (Path(settings.out) / METRICS_FILE).exists():
+        raise SettingsError(
+            f"{SECTION}.out={settings.out} holds a run already, and trainer.resume_mode=disable begins a new one. "
+            "Choose another folder."
+        )
+
+
+def _prefix_obstacles(config: Any) -> list[str]:
+    """Why the model inside the workers cannot be scored as a transformers model."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    found = []
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        found.append(f"actor.strategy is {actor.strategy}, not fsdp or fsdp2")
+    if int(actor.get("ulysses_sequence_parallel_size") or 1) > 1:
+        found.append("sequences are split over ranks (ulysses_sequence_parallel_size)")
+    if model.get("use_fused_kernels"):
+        found.append("fused kernels compute no logits (use_fused_kernels)")
+    return found
 
 
 def lasting_refusal(config: Any) -> str | None:

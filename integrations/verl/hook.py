@@ -22,6 +22,7 @@ from collapsediag.integrations.verl.dump import dump
 from collapsediag.integrations.verl.facts import (
     REFUSALS,
     ModelFacts,
+    check_config,
     contract_of,
     lasting_notes,
     lasting_refusal,
@@ -31,7 +32,7 @@ from collapsediag.integrations.verl.facts import (
     staleness_note,
     training_row_tokens,
 )
-from collapsediag.integrations.verl.inside import InsideScorer, check_inside
+from collapsediag.integrations.verl.inside import InsideScorer
 from collapsediag.integrations.verl.rows import Row, batch_of, read_rows
 from collapsediag.integrations.verl.scorer import Limits, WorkerScorer
 from collapsediag.integrations.verl.settings import VerlSettings, settings_of
@@ -107,7 +108,7 @@ class CollapseHook:
                 raise SettingsError(UNSUPPORTED.format(name=type(trainer).__name__, missing=needed))
         if SECTION in vars(trainer) or self.trainer is not None:
             raise SettingsError(f"{type(trainer).__name__} or this hook is attached already; detach() it first.")
-        self._refuse_foreign_folder(trainer.config)
+        check_config(self.settings, trainer.config)
         self._facts = model_facts(trainer)
         limits = limits_of(trainer.config, self._facts)
         self._make_scorer(trainer, limits)
@@ -132,7 +133,6 @@ class CollapseHook:
         group = trainer.actor_rollout_wg
         scorer: InsideScorer | WorkerScorer
         if settings.share_prefixes:
-            check_inside(trainer.config)
             scorer = InsideScorer(group, limits)
         else:
             scorer = WorkerScorer(group, contract_of(trainer), limits, call_tokens=settings.call_tokens)
@@ -146,15 +146,6 @@ class CollapseHook:
                 pairs, max_pairs=most if pairs.max_pairs is None else min(most, pairs.max_pairs)
             )
         monitor.pair_settings = pairs
-
-    def _refuse_foreign_folder(self, config: Any) -> None:
-        out = self.settings.out
-        resumes = config.trainer.get("resume_mode", "auto") != "disable"
-        if out is not None and not resumes and (Path(out) / METRICS_FILE).exists():
-            raise SettingsError(
-                f"{SECTION}.out={out} holds a run already, and trainer.resume_mode=disable begins a new one. Choose "
-                "another folder."
-            )
 
     def _announcement(self, trainer: Any) -> str:
         import verl

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from collapsediag.errors import ScoringError, SettingsError
+from collapsediag.errors import ScoringError
 from collapsediag.integrations.verl.scorer import Limits, check_rows, last_line
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.scoring.cells import BoolArray, FloatArray, matrix_of
 
 KEY = "collapsediag"
-STRATEGIES = ("fsdp", "fsdp2")
 
 
 class InsideScorer:
@@ -83,20 +82,3 @@ def score_inside(worker: Any, request: Any) -> Any:
     with engine.eval_mode(), autocast:  # loads what is offloaded, as the engine's own passes do
         logp_NP = scorer.score_cells(pairs, scored_NP)
     return DataProto.from_dict({"logp_NP": torch.from_numpy(np.asarray(logp_NP))[None]})
-
-
-def check_inside(config: Any) -> None:
-    """Raise SettingsError for a config whose workers cannot be scored from inside."""
-    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    reasons = []
-    if actor.strategy not in STRATEGIES:
-        reasons.append(f"actor.strategy is {actor.strategy}, not {' or '.join(STRATEGIES)}")
-    if int(actor.get("ulysses_sequence_parallel_size") or 1) > 1:
-        reasons.append("sequences are split over ranks (ulysses_sequence_parallel_size)")
-    if model.get("use_fused_kernels"):
-        reasons.append("fused kernels compute no logits (use_fused_kernels)")
-    if reasons:
-        raise SettingsError(
-            f"collapsediag.share_prefixes=true is not possible here: {'; '.join(reasons)}. Leave it out: rows are then "
-            "scored in full, through the trainer's own log-prob pass."
-        )

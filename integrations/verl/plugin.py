@@ -60,10 +60,12 @@ def watch(module: Any) -> None:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.config.get(SECTION) is None:
             return original(self, *args, **kwargs)
+        from collapsediag.integrations.verl.facts import check_config
         from collapsediag.integrations.verl.hook import CollapseHook
         from collapsediag.integrations.verl.settings import settings_of
 
-        hook = CollapseHook(settings_of(self.config))  # before any model is loaded: a wrong setting shows at once
+        hook = CollapseHook(settings_of(self.config))
+        check_config(hook.settings, self.config)  # before any model is loaded: a wrong setting shows at once
         result = original(self, *args, **kwargs)
         hook.bind(self)
         return result
