@@ -90,7 +90,9 @@ def forward_batch(
     tap: of the head, which then makes a few rows of logits at a time. Without it the model makes them, all at once.
     state: arguments of the forward, of what came before the rows; padding follows the tokens and needs no mask then.
     """
-    sequences = [np.concatenate([context, trace[:-1]]) for context, trace in rows]
+    # Where rotary frequencies depend on the length of the whole, leaving out the last token would change them.
+    stop = -1 if access.length_dependent_rope is None else None
+    sequences = [np.concatenate([context, trace[:stop]]) for context, trace in rows]
     longest = max(s.size for s in sequences)
     ids = np.zeros((len(rows), longest), dtype=np.int64)
     mask = np.zeros_like(ids)
@@ -176,7 +178,7 @@ def plain_logp(
     def length_of(cell: Cell) -> int:
         return pair_tokens(contexts[cell[1]], traces[cell[0]])
 
-    equal = rope_limit is not None and any(length_of(cell) > rope_limit for cell in cells)
+    equal = rope_limit is not None and any(length_of(cell) >= rope_limit for cell in cells)
     todo = batches(cells, length_of, settings.max_tokens, equal=equal)
     if equal:  # such frequencies grow with the longest sequence seen so far
         todo.reverse()
