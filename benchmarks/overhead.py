@@ -133,7 +133,7 @@ def main() -> None:
     print(f"without the callback: {step:.3f} s a step "
           f"({options.prompts} prompts x {options.group} completions x {options.tokens} tokens)")  # fmt: skip
     print(f"{'':12}{'scored step':>12}{'other step':>12}{'every=1':>10}{'every=5':>10}{'every=10':>10}")
-    for budget in (None, 4):
+    for budget in (None, 4) if options.prompts > 5 else (None,):  # four others are all of five
         callback = CollapseCallback(every=2, reasoning="completion", budget=budget)
         costs = clocked(callback)
         run(options, callback)
