@@ -60,10 +60,9 @@ def score_keeping(scorer: Scorer, pairs: ScoringPairs, rows: IntArray) -> Scored
     if isinstance(scorer, TokenScorer):
         matrix, tokens = scorer.score_with_tokens(pairs, rows.tolist())
     else:
-        matrix, reason = (
-            scorer.score(pairs),
-            f"this way of scoring gives no log-probs of single tokens ({type(scorer).__name__})",
-        )
+        matrix = scorer.score(pairs)
+    if tokens is None:
+        reason = f"this way of scoring gives no log-probs of single tokens ({type(scorer).__name__})"
     if matrix.logp_NP.shape != (pairs.n_traces, pairs.n_contexts):
         raise ScoringError(
             f"{type(scorer).__name__} returned a matrix of shape {matrix.logp_NP.shape} for {pairs.n_traces} "

@@ -21,7 +21,9 @@ from collapsediag.record import Record, TraceSample
 from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 from collapsediag.run_folder import RunStore, read_traces
 from collapsediag.scoring.budget import BudgetScorer
+from collapsediag.scoring.function import FunctionScorer
 from collapsediag.scoring.hf import HFScorer
+from collapsediag.scoring.short import pairs_of
 from collapsediag.testing import planted, random_policy
 from collapsediag.trace_samples import sampled_rows, score_keeping
 
@@ -212,8 +214,30 @@ def test_a_scorer_without_tokens_says_so_and_one_with_nan_too() -> None:
     for trace in monitor.observe(0, step.batch).traces:
         assert (trace.tokens, trace.pmi) == (None, None)
         assert trace.pmi_reason == NO_TOKENS.format("TableScorer")
-    budget = observed(byte_tokenizer(), BudgetScorer(HFScorer(make_model(vocab_size=272)), 1))
-    assert {trace.pmi_reason for trace in budget.traces} == {NO_TOKENS.format("BudgetScorer")}
+    budget = BudgetScorer(FunctionScorer(lambda batch: [-1.0 * len(trace) for _, trace in batch]), 1)
+    assert {trace.pmi_reason for trace in observed(byte_tokenizer(), budget).traces} == {
+        NO_TOKENS.format("BudgetScorer")
+    }
+
+
+def test_on_a_budget_the_tokens_add_up_to_the_gap_over_the_contexts_that_were_scored() -> None:
+    record = observed(byte_tokenizer(), BudgetScorer(HFScorer(make_model(vocab_size=272)), 1))
+    matrix = record.matrices["first_turn"]
+    assert matrix.scored_NP.sum(axis=1).tolist() == [2] * 6
+    gap_N = row_values(matrix, normalization="sequence").gap_N
+    for trace in record.traces:
+        assert sum(trace.pmi or ()) == pytest.approx(gap_N[trace.row], abs=1e-4 * trace.length)
+        assert len(trace.pmi or ()) == trace.length
+
+
+def test_equal_traces_of_other_prompts_keep_to_the_contexts_that_each_was_scored_under() -> None:
+    pairs = pairs_of([[3, 4], [5, 6], [7, 8], [9, 10]], [[11, 12, 13]] * 2, [0, 2])
+    scored_NP = np.array([[True, True, False, False], [False, False, True, True]])
+    matrix, tokens = HFScorer(make_model()).score_with_tokens(pairs, [0, 1], scored_NP)
+    np.testing.assert_array_equal(matrix.scored_NP, scored_NP)
+    for row in range(2):
+        np.testing.assert_array_equal(~np.isnan(tokens[row]).any(axis=1), scored_NP[row])
+        np.testing.assert_allclose(tokens[row].sum(axis=1), matrix.logp_NP[row], rtol=0, atol=1e-12)
 
 
 def test_a_matrix_of_another_shape_is_refused() -> None:

@@ -25,18 +25,27 @@ class ProgressScorer:
         return self.score_with_tokens(pairs, ())[0]
 
     def score_with_tokens(
-        self, pairs: ScoringPairs, rows: Sequence[int]
+        self, pairs: ScoringPairs, rows: Sequence[int], scored_NP: BoolArray | None = None
     ) -> tuple[LogLikelihoodMatrix, list[FloatArray]]:
         """Score with a progress bar; see TokenScorer.score_with_tokens."""
-        self._console.print(self._scorer.estimate(pairs).describe())
+        self._tell_cost(pairs, scored_NP)
         with self._bar() as progress:
-            found: tuple[LogLikelihoodMatrix, list[FloatArray]] = self._scorer.score_with_tokens(pairs, rows, progress)
+            found: tuple[LogLikelihoodMatrix, list[FloatArray]] = self._scorer.score_with_tokens(
+                pairs, rows, scored_NP, progress
+            )
         return found
+
+    def _tell_cost(self, pairs: ScoringPairs, scored_NP: BoolArray | None) -> None:
+        whole = self._scorer.estimate(pairs)
+        if scored_NP is None:
+            self._console.print(whole.describe())
+            return
+        cost = self._scorer.estimate(pairs, scored_NP)
+        self._console.print(f"{cost.describe()}; the whole matrix: {whole.pairs:,} pairs, {whole.tokens:,} tokens")
 
     def score_cells(self, pairs: ScoringPairs, scored_NP: BoolArray) -> FloatArray:
         """Score some cells with a progress bar; see CellScorer.score_cells."""
-        cost, whole = self._scorer.estimate(pairs, scored_NP), self._scorer.estimate(pairs)
-        self._console.print(f"{cost.describe()}; the whole matrix: {whole.pairs:,} pairs, {whole.tokens:,} tokens")
+        self._tell_cost(pairs, scored_NP)
         with self._bar() as progress:
             logp_NP: FloatArray = self._scorer.score_cells(pairs, scored_NP, progress)
         return logp_NP

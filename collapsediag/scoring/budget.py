@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.cells import BoolArray, FloatArray, IntArray, distinct_traces, matrix_of, tokens_digest
-from collapsediag.scoring.protocol import CellScorer
+from collapsediag.scoring.protocol import CellScorer, TokenScorer
 from collapsediag.statistics import generator
 
 logger = logging.getLogger("collapsediag")
@@ -147,6 +148,14 @@ class BudgetScorer:
         if own_logp_N is None:
             return matrix_of(pairs, self.inner.score_cells(pairs, scored_NP), scored_NP)
         return matrix_of(pairs, self._with_own(pairs, scored_NP, own_logp_N), scored_NP)
+
+    def score_with_tokens(
+        self, pairs: ScoringPairs, rows: Sequence[int], scored_NP: BoolArray | None = None
+    ) -> tuple[LogLikelihoodMatrix, list[FloatArray] | None]:
+        """`score` with the tokens of `rows`, None where `inner` has none; see TokenScorer."""
+        if not isinstance(self.inner, TokenScorer):
+            return self.score(pairs), None
+        return self.inner.score_with_tokens(pairs, rows, self.columns(pairs) if scored_NP is None else scored_NP)
 
     def _with_own(self, pairs: ScoringPairs, scored_NP: BoolArray, own_logp_N: FloatArray) -> FloatArray:
         given_N = np.asarray(own_logp_N, dtype=np.float64)

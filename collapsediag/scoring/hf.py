@@ -17,16 +17,16 @@ from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.scoring.access import ModelAccess, check_ids
 from collapsediag.scoring.attention import Attention, CascadeAttention, MaskedAttention
-from collapsediag.scoring.checks import chunked_head, self_check
+from collapsediag.scoring.checks import self_check
 from collapsediag.scoring.cost import CostEstimate, estimate, plan_tokens
 from collapsediag.scoring.guard import undisturbed
 from collapsediag.scoring.head import HeadTap, UnsupportedModelError
 from collapsediag.scoring.memory import MIN_TOKENS, BackOff, is_out_of_memory, release_memory, work_model
-from collapsediag.scoring.plain import Cell, PlainSettings, pair_tokens, plain_logp, plain_tokens
+from collapsediag.scoring.plain import PlainSettings, plain_tokens
 from collapsediag.scoring.plan import Unique, make_plan
 from collapsediag.scoring.prefix import PrefixEngine, length_reason, unsupported_reason
 from collapsediag.scoring.results import Progress, Results, TokenScores
-from collapsediag.scoring.state import continued_logp, continues, state_tokens
+from collapsediag.scoring.state import continues, fill_pair_by_pair, state_tokens
 
 logger = logging.getLogger("collapsediag")
 
@@ -166,11 +166,15 @@ class HFScorer:
         ).token_scores()
 
     def score_with_tokens(
-        self, pairs: ScoringPairs, rows: Sequence[int], progress: ProgressCallback | None = None
+        self,
+        pairs: ScoringPairs,
+        rows: Sequence[int],
+        scored_NP: BoolArray | None = None,
+        progress: ProgressCallback | None = None,
     ) -> tuple[LogLikelihoodMatrix, list[FloatArray]]:
-        """`score`, and from the same pass for each of `rows` the log-prob [P, T] of its tokens under every context."""
-        results = self._results(pairs, None, progress, every_context=rows)
-        return results.matrix(), results.tokens_of(rows)
+        """`score`, and from the same pass for each of `rows` the log-prob [P, T] of its tokens; see TokenScorer."""
+        results = self._results(pairs, scored_NP, progress, every_context=rows)
+        return results.matrix(scored_NP), results.tokens_of(rows, scored_NP)
 
     def estimate(self, pairs: ScoringPairs, scored_NP: BoolArray | None = None) -> CostEstimate:
         """What `score` would cost, without running the model. Raises as `score` does for what cannot be scored."""
@@ -322,22 +326,10 @@ class HFScorer:
         self, access: ModelAccess, results: Results, progress: Progress, *, continued: bool
     ) -> Exception | None:
         """Fill `results` cell by cell, on copies of each context's state or in full; the error where that failed."""
-        unique = results.unique
-        score, tokens_of = (continued_logp, state_tokens) if continued else (plain_logp, plain_tokens)
         while True:
-            cells = [(int(u), int(c)) for u, c in np.argwhere(results.open_UC)]
-            progress.plan(tokens_of(unique.contexts, unique.traces, cells))
-            settings = replace(self._plain_settings(access, unique), entropies=results.entropies)
-
-            def store(cell: Cell, logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
-                results.add_cell(cell, logp_T, entropy_T)
-                context, trace = unique.contexts[cell[1]], unique.traces[cell[0]]
-                progress.add(trace.size if continued else pair_tokens(context, trace))
-
+            settings = replace(self._plain_settings(access, results.unique), entropies=results.entropies)
             try:
-                with chunked_head(access, unique.contexts, unique.traces, settings) as tap:
-                    score(access, unique.contexts, unique.traces, cells, settings, store, tap)
-                progress.finish()
+                fill_pair_by_pair(access, results, settings, progress, continued=continued)
                 return None
             except ScoringError:
                 raise

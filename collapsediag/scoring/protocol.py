@@ -42,10 +42,11 @@ class TokenScorer(Protocol):
     """A scorer that can also say how likely each token of some traces is; shading a trace needs it."""
 
     def score_with_tokens(
-        self, pairs: ScoringPairs, rows: Sequence[int]
-    ) -> tuple[LogLikelihoodMatrix, list[NDArray[np.float64]]]:
+        self, pairs: ScoringPairs, rows: Sequence[int], scored_NP: NDArray[np.bool_] | None = None
+    ) -> tuple[LogLikelihoodMatrix, list[NDArray[np.float64]] | None]:
         """`score`, and from the same pass for each of `rows` the [P, T] log-probs of its tokens, nats.
 
-        Row j holds the tokens under context j, NaN where that cell was not scored.
+        scored_NP: score these cells only. Row j of [P, T] holds the tokens under context j, NaN where that cell was not
+        scored. None in place of the tokens where a scorer that this one asks has none.
         """
         ...

@@ -138,9 +138,9 @@ class Results:
         full[filled] = self.sum_UC[np.ix_(self.unique.trace_of_N[filled], self.unique.context_of_P)]
         return full
 
-    def matrix(self) -> LogLikelihoodMatrix:
-        """The matrix of the pairs."""
-        return matrix_of(self.pairs, self.logp_NP())
+    def matrix(self, scored_NP: BoolArray | None = None) -> LogLikelihoodMatrix:
+        """The matrix of the pairs; `scored_NP` where only these cells were wanted."""
+        return matrix_of(self.pairs, self.logp_NP(), scored_NP)
 
     def token_scores(self) -> TokenScores:
         """The matrix with its tokens."""
@@ -159,9 +159,13 @@ class Results:
             logp=tuple(self.tokens_of(range(len(rows)))) if self.every_context else None,
         )
 
-    def tokens_of(self, rows: Iterable[int]) -> list[FloatArray]:
+    def tokens_of(self, rows: Iterable[int], scored_NP: BoolArray | None = None) -> list[FloatArray]:
         """For each row [P, T] log-probs of its tokens; NaN under contexts that it was not scored under."""
-        return [self._tokens_PT(int(self.unique.trace_of_N[row])) for row in rows]
+        tokens = {row: self._tokens_PT(int(self.unique.trace_of_N[row])) for row in rows}
+        if scored_NP is None:
+            return list(tokens.values())
+        # An equal trace in another row may have been scored under more contexts.
+        return [np.where(scored_NP[row][:, None], logp_PT, np.nan) for row, logp_PT in tokens.items()]
 
     def _tokens_PT(self, u: int) -> FloatArray:
         columns = self.unique.context_of_P.tolist()
