@@ -16,10 +16,19 @@ import torch
 from numpy.typing import NDArray
 
 from collapsediag.scoring.access import ModelAccess
-from collapsediag.scoring.checks import HEAD_CHECK_TOKENS, difference, is_rounding
+from collapsediag.scoring.checks import HEAD_CHECK_TOKENS, chunked_head, difference, is_rounding
 from collapsediag.scoring.head import HeadJob, HeadTap
 from collapsediag.scoring.memory import is_out_of_memory
-from collapsediag.scoring.plain import Cell, PlainSettings, batches, forward_batch, pair_tokens
+from collapsediag.scoring.plain import (
+    Cell,
+    PlainSettings,
+    batches,
+    forward_batch,
+    pair_tokens,
+    plain_logp,
+    plain_tokens,
+)
+from collapsediag.scoring.results import Progress, Results
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -79,6 +88,25 @@ def continued_logp(
             scores = forward_batch(access, rows, settings, tap, state)
             for cell, (logp, entropy) in zip(batch, scores, strict=True):
                 on_cell(cell, logp, entropy)
+
+
+def fill_pair_by_pair(
+    access: ModelAccess, results: Results, settings: PlainSettings, progress: Progress, *, continued: bool
+) -> None:
+    """Score the open cells one by one, on copies of each context's state or in full."""
+    unique = results.unique
+    score, tokens_of = (continued_logp, state_tokens) if continued else (plain_logp, plain_tokens)
+    cells = [(int(u), int(c)) for u, c in np.argwhere(results.open_UC)]
+    progress.plan(tokens_of(unique.contexts, unique.traces, cells))
+
+    def store(cell: Cell, logp_T: FloatArray, entropy_T: FloatArray | None) -> None:
+        results.add_cell(cell, logp_T, entropy_T)
+        context, trace = unique.contexts[cell[1]], unique.traces[cell[0]]
+        progress.add(trace.size if continued else pair_tokens(context, trace))
+
+    with chunked_head(access, unique.contexts, unique.traces, settings) as tap:
+        score(access, unique.contexts, unique.traces, cells, settings, store, tap)
+    progress.finish()
 
 
 def _begun(access: ModelAccess, tokens: IntArray, tap: HeadTap | None) -> dict[str, Any]:
