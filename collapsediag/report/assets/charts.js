@@ -193,13 +193,14 @@ class Chart {
   // The values at the step under the pointer, or at the chosen step.
   tell() {
     if (!this.toX) return;
-    const step = state.hover ?? state.step;
+    const { steps } = run();
+    const step = state.hover ?? state.step ?? steps[steps.length - 1];
     const parts = this.drawn.map(({ run: one, line, name, label }) => {
       const value = valueAt(one, name, step);
       const [low, high] = [line.low, line.high].map(end => (end ? valueAt(one, withDraw(end), step) : null));
       return `${label} ${number(value)}${value !== null && low !== null ? ` [${number(low)}, ${number(high)}]` : ''}`;
     });
-    setText(this.told, step === null ? '' : `step ${step}   ${parts.join('   ')}`);
+    setText(this.told, `step ${step}   ${parts.join('   ')}`);
   }
 
   listen(picture) {

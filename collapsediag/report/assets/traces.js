@@ -44,6 +44,7 @@ class TraceReader {
     byId('environment-label').hidden = environments.length < 2;
     this.environment.replaceChildren(el('option', { value: '' }, 'every environment'), ...environments.map(name => el('option', { value: name, selected: name === state.environment }, visibleString(name))));
     byId('reward-label').hidden = !this.traces.some(trace => trace.reward !== null);
+    this.list.hidden = byId('filters').hidden = !this.traces.length;
     this.findTrace();
     this.fillList();
     this.choose();
@@ -76,9 +77,7 @@ class TraceReader {
     this.entries = new Map(shown.map(trace => [trace.row, this.entry(trace)]));
     this.list.replaceChildren(...this.entries.values());
     const missed = this.traces.filter(isMissed).length;
-    setText(this.count, this.traces.length
-      ? `${shown.length} of ${plural(this.traces.length, 'kept trace')}; ${missed} not retrieved`
-      : 'No traces of this step were kept.');
+    setText(this.count, this.traces.length ? `${shown.length} of ${plural(this.traces.length, 'kept trace')}; ${missed} not retrieved` : '');
     this.mark();
   }
 
