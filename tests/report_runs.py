@@ -22,11 +22,13 @@ def write_run(
     texts: Sequence[str] = (),
     reward: float = 0.5,
     environments: Sequence[str | None] = (None,),
+    draws: Sequence[str] = ("first_turn",),
     is_kept: Callable[[int, int], bool] = lambda step, row: True,
 ) -> Path:
     """A run of 90 steps, every tenth scored: reasoning depends on the prompt until step 40, and not from 50 on.
 
-    texts: of the first traces of every scored step. is_kept: whether a row of a step is among the sampled traces.
+    texts: of the first traces of every scored step. draws: of turns; only the first of them collapses.
+    is_kept: whether a row of a step is among the sampled traces.
     Step 7 failed. No step has success labels.
     """
     rng = np.random.default_rng(0)
@@ -43,29 +45,31 @@ def write_run(
             reasons = {"pass@k": "no rollout has a success label"}
             record = Record(step=step, values=values, not_measured=reasons)
             if step % EVERY == 0:
-                record = _scored(record, texts, environments)
+                record = _scored(record, texts, environments, draws)
                 record = replace(record, traces=tuple(t for t in record.traces if is_kept(step, t.row)))
             store.append(record)
     return folder
 
 
-def _scored(record: Record, texts: Sequence[str], environments: Sequence[str | None]) -> Record:
-    regime = "healthy" if record.step < N_HEALTHY * EVERY else "template"
-    one = planted(regime, seed=record.step, step=record.step)
-    measured = matrix_metrics(one.matrix, n_resamples=100)
-    values = {**record.values, **{f"collapse_first_turn_sample/{name}": value for name, value in measured.items()}}
-    traces = tuple(_sample(one, row, texts, environments) for row in range(one.matrix.n_traces))
-    matrices = {"first_turn": one.matrix}
-    return Record(step=record.step, values=values, not_measured=record.not_measured, matrices=matrices, traces=traces)
+def _scored(record: Record, texts: Sequence[str], environments: Sequence[str | None], draws: Sequence[str]) -> Record:
+    values, matrices, traces = dict(record.values), {}, []
+    for draw in draws:
+        is_healthy = record.step < N_HEALTHY * EVERY or draw != draws[0]
+        one = planted("healthy" if is_healthy else "template", seed=record.step, step=record.step)
+        measured = matrix_metrics(one.matrix, n_resamples=100)
+        values |= {f"collapse_{draw}_sample/{name}": value for name, value in measured.items()}
+        matrices[draw] = one.matrix
+        traces += [_sample(one, draw, row, texts, environments) for row in range(one.matrix.n_traces)]
+    return replace(record, values=values, matrices=matrices, traces=tuple(traces))
 
 
-def _sample(one: Planted, row: int, texts: Sequence[str], environments: Sequence[str | None]) -> TraceSample:
+def _sample(one: Planted, draw: str, row: int, texts: Sequence[str], environments: Sequence[str | None]) -> TraceSample:
     logp_P = one.matrix.logp_NP[row]
     own = int(one.matrix.own_N[row])
     best = own if logp_P[own] >= logp_P.max() else int(logp_P.argmax())
     text = texts[row] if row < len(texts) else one.decode(one.pairs().traces[row])
     return TraceSample(
-        namespace="first_turn",
+        namespace=draw,
         row=row,
         own=own,
         best=best,

@@ -101,14 +101,13 @@ def test_steps_are_chosen_by_slider_keys_and_clicks(browser: Chromium, page: str
     assert told(browser, "retrieval").startswith("step 20 ")
     browser.key("ArrowRight")
     assert told(browser, "retrieval").startswith("step 30 ")
-    browser.key("Home")
-    browser.wait("document.querySelector('#matrix .told').textContent.startsWith('step 0 ')")
-    assert "#step=0" in browser.evaluate("location.hash")
+    browser.wait("document.querySelector('#matrix .told').textContent.startsWith('step 30 ')")
+    assert "#step=30" in browser.evaluate("location.hash")
     x, y, width, height = browser.box("[data-chart=mi] .target")
     browser.drag((x + width / 2, y + height / 2), (x + width / 2, y + height / 2))
     assert text(browser, "#step") == "step 40"
-    browser.key("End")
-    assert text(browser, "#step") == "step 80"
+    browser.click("#earlier")
+    assert text(browser, "#step") == "step 30"
 
 
 def test_the_cursor_is_shared_and_a_drag_zooms_every_chart(browser: Chromium, page: str) -> None:
@@ -165,6 +164,18 @@ def test_the_reader_stays_with_the_prompt_when_a_step_keeps_other_traces(browser
     # Asked for by name, a trace that was not kept is not replaced by another.
     browser.open(f"{page}#step=80&trace=19")
     assert "The text of trace 19 was not kept" in text(browser, "#trace-reader .why")
+
+
+def test_each_draw_of_turns_has_its_own_curves_matrix_and_traces(browser: Chromium, folder: Path) -> None:
+    run = write_run(folder / "draws", draws=("first_turn", "turn"))
+    browser.open(written(folder / "draws.html", build_page([str(run)])))
+    assert told(browser, "retrieval").startswith("step 80   retrieval 0.125 ")
+    assert text(browser, "#trace-count").endswith("64 not retrieved")
+    fill(browser, "draw", "turn")
+    assert not told(browser, "retrieval").startswith("step 80   retrieval 0.125 ")
+    browser.wait("!document.querySelector('#trace-count').textContent.endsWith('64 not retrieved')")
+    assert "draw=turn" in browser.evaluate("location.hash")
+    assert "diverse reasoning" in text(browser, "#regime-map .told")
 
 
 def test_a_link_opens_what_it_names(browser: Chromium, page: str) -> None:

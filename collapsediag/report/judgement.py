@@ -17,6 +17,7 @@ from collapsediag.findings.settings import FindingSettings
 from collapsediag.findings.words import counts, measured
 from collapsediag.record import Record, TraceSample
 
+_SPOKEN_OF = ("persistence", "dependence_low", "conditional_entropy_low")
 _OF_TRACE = ("namespace", "row", "own", "best", "group", "length")
 
 
@@ -29,8 +30,10 @@ def verdict_payload(
 
     status: gravest of all checks. title: what was found. lead: the finding it is about, or null.
     counts: how many checks ran, and what the others wanted. findings: every check, the gravest first.
+    settings: those thresholds that the page speaks of.
     """
-    verdict = judge(_with_traces(records, last_traces))
+    settings = FindingSettings()
+    verdict = judge(_with_traces(records, last_traces), settings=settings)
     lead = _lead(verdict)
     return {
         "status": verdict.status,
@@ -43,6 +46,7 @@ def verdict_payload(
         "n_scored": verdict.n_scored,
         "traces_step": last_traces[0] if last_traces else None,
         "findings": [_finding(finding) for finding in _grave_first(verdict)],
+        "settings": {name: getattr(settings, name) for name in _SPOKEN_OF},
     }
 
 

@@ -6,18 +6,21 @@ let heatmap;
 let reader;
 let playing = null;
 
-const isReducedMotion = () => matchMedia('(prefers-reduced-motion: reduce)').matches;
-
 async function showScored() {
   const steps = run().shownSteps;
   if (state.step === null) {
     const known = run().reasons[withDraw('{draw}retrieval_accuracy')];
-    heatmap.show({ missing: known ?? (page.live ? 'no step has been scored yet' : 'no step of this run was scored') });
-    reader.show({ draws: {}, contexts: [], traces: [] });
+    showNothing(known ?? (page.live ? 'no step has been scored yet' : 'no step of this run was scored'));
     return;
   }
   const asked = `${state.run}/${state.step}/${state.draw}`;
-  const scored = await scoredStep(run(), state.step);
+  let scored;
+  try {
+    scored = await scoredStep(run(), state.step);
+  } catch (error) {
+    showNothing(`step ${state.step} could not be loaded (${error.message})`);
+    return;
+  }
   // The reader may have moved on while this step was unpacked.
   if (asked !== `${state.run}/${state.step}/${state.draw}`) return;
   heatmap.show(scored.draws[state.draw] ?? { missing: `step ${state.step} was not scored in this draw of turns` });
@@ -25,6 +28,11 @@ async function showScored() {
   heatmap.markRow();
   const index = steps.indexOf(state.step);
   for (const near of [steps[index + 1], steps[index - 1]]) if (near !== undefined) scoredStep(run(), near).catch(() => {});
+}
+
+function showNothing(reason) {
+  heatmap.show({ missing: reason });
+  reader.show({ draws: {}, contexts: [], traces: [] });
 }
 
 function controls() {
@@ -95,8 +103,6 @@ const refillTables = () => document.querySelectorAll('details[open]').forEach(de
 const KEYS = {
   ArrowLeft: () => moveStep(-1),
   ArrowRight: () => moveStep(1),
-  Home: () => moveStep(-Infinity),
-  End: () => moveStep(Infinity),
   j: () => reader.move(1),
   k: () => reader.move(-1),
   n: () => update({ missed: !state.missed }),
@@ -184,7 +190,7 @@ function renew(series) {
   environmentCharts();
   redraw();
   refillTables();
-  if (step === state.step) showScored().catch(failed);
+  if (step === state.step) showScored();
   update({ step });
   showControls();
 }
@@ -204,7 +210,7 @@ async function start() {
   on(['run'], showVerdict);
   on(['measure'], environmentCharts);
   on(['trace'], () => heatmap.markRow());
-  on(['step', 'run', 'draw'], () => showScored().catch(failed));
+  on(['step', 'run', 'draw'], showScored);
   lazy('step-table', stepTable, ['run', 'draw']);
   lazy('number-table', numberTable, ['run']);
   redraw();

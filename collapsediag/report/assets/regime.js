@@ -44,8 +44,9 @@ class RegimeMap {
     this.ring = svg('circle', { class: 'ring', r: 8 });
     picture.append(...this.regions(borders), ...this.axes(), ...paths.flatMap(path => this.path(path)), this.ring);
     this.plot.replaceChildren(picture);
+    const { conditional_entropy_low: low, dependence_low: lowest } = run().verdict.settings;
     setText(this.note, borders
-      ? 'Borders: 0.7 and 0.5 of this run\u2019s own first scored steps. Retrieval at chance counts as low, wherever the dot is.'
+      ? `Borders: ${low} and ${lowest} of this run\u2019s own first scored steps. Retrieval at chance counts as low, wherever the dot is.`
       : 'No borders yet: too few scored steps for a baseline.');
     this.mark();
   }

@@ -37,7 +37,7 @@ function answers(one, lead) {
   if (rivals.length) row('Rule out first', rivals.map(finding => finding.title).join('; ') + '.');
   if (lead) {
     row('Since when', lead.since_step === null ? 'not tied to a step' : `step ${lead.since_step}; ${plural(lead.n_steps ?? 1, 'measured step')} in a row show it`);
-    row('How sure', sureWords(lead));
+    row('How sure', sureWords(lead, verdict.settings.persistence));
     const also = verdict.findings.filter(finding => finding !== lead && !finding.is_lookalike && ['warning', 'critical'].includes(finding.status));
     if (also.length) row('Also', also.map(sinceWords).join('; ') + '.');
   }
@@ -54,10 +54,10 @@ function answers(one, lead) {
 
 const sinceWords = finding => finding.title[0].toLowerCase() + finding.title.slice(1) + (finding.since_step === null ? '' : ` since step ${finding.since_step}`);
 
-function sureWords(lead) {
+function sureWords(lead, persistence) {
   const named = lead.metric ? lead.metric.replace(/^collapse_\w+_sample\//, '').replaceAll('_', ' ') : null;
   const value = lead.value && named ? `${named} ${lead.value}${/\[/.test(lead.value) ? ' (95% interval)' : ', no interval known'}. ` : '';
-  return `${value}A state is named after three measured steps in a row.`;
+  return `${value}A state is named after ${persistence} measured steps in a row.`;
 }
 
 function traceLink(step, trace) {
