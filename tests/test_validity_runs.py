@@ -40,8 +40,8 @@ def test_each_level_of_each_factor_is_used_equally_often() -> None:
 
 def test_runs_have_names_of_their_own_and_any_beginning_is_a_fair_share() -> None:
     runs = study_runs()
-    assert len({run.name for run in runs}) == len(runs) == 80
-    assert Counter(run.family for run in runs[:20]) == {"healthy": 5, "template": 5, "grid": 10}
+    assert len({run.name for run in runs}) == len(runs) == 88
+    assert Counter(run.family for run in runs[:20]) == {"healthy": 4, "template": 4, "grid": 8, "squeezed": 4}
     assert runs == study_runs()
 
 

@@ -5,14 +5,17 @@ Legend: P prompts scored, G traces of each, T tokens of a trace, R repetitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from collapsediag.findings.regime import regimes
+from collapsediag.findings.settings import FindingSettings
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.metrics.from_matrix import matrix_metrics
 from collapsediag.metrics.information import mutual_information
+from collapsediag.record import Record
 from collapsediag.testing import EnumerablePolicy, random_policy
 
 # The prompts there are. A step scores a few of them, and what it sees is bounded by log P.
@@ -76,6 +79,62 @@ def batches(
             length_N=np.full(strings.size, policy.length),
             own_N=np.repeat(np.arange(n_contexts), group_size),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stationary:
+    """Runs of a policy that does not change, scored at P and G: what is seen of its dependence, and false alarms.
+
+    accuracy, mi: means of `retrieval_accuracy` and `mi_seq_estimate`. at_chance: share of steps whose retrieval cannot
+        be told from chance. false_runs: of `n_runs`, those said to be low at any step, for each `dependence_low`.
+    """
+
+    n_contexts: int
+    group_size: int
+    accuracy: float
+    mi: float
+    at_chance: float
+    false_runs: dict[float, int]
+    n_runs: int
+
+
+STATIONARY_THRESHOLDS = (0.5, 0.7, 0.8, 0.9)
+# (dependence, sharpness) of the policies, from faint to plain.
+STRENGTHS = ((0.5, 1.0), (0.5, 1.5), (0.8, 1.5))
+
+
+def stationary(n_runs: int = 40, n_steps: int = 20) -> list[Stationary]:
+    """How often noise alone looks like a loss of dependence."""
+    found = []
+    for dependence, sharpness in STRENGTHS:
+        policy = random_policy(n_contexts=N_POPULATION, dependence=dependence, sharpness=sharpness, length=4, seed=3)
+        for n_contexts in (16, 8, 4):
+            steps = list(batches(policy, n_contexts, 4, n_runs * n_steps))
+            values = [matrix_metrics(matrix, n_resamples=200, seed=i) for i, matrix in enumerate(steps)]
+            found.append(_stationary(values, n_contexts, n_steps))
+    return found
+
+
+def _stationary(values: Sequence[Mapping[str, float]], n_contexts: int, n_steps: int) -> Stationary:
+    prefix = "collapse_first_turn_sample/"
+    records = [
+        Record(step=i % n_steps, values={prefix + k: v for k, v in one.items() if np.isfinite(v)})
+        for i, one in enumerate(values)
+    ]
+    runs = [records[i : i + n_steps] for i in range(0, len(records), n_steps)]
+    false_runs = {
+        low: sum(any(s.mi_is_low for s in regimes(run, settings=FindingSettings(dependence_low=low))) for run in runs)
+        for low in STATIONARY_THRESHOLDS
+    }
+    return Stationary(
+        n_contexts=n_contexts,
+        group_size=4,
+        accuracy=float(np.mean([one["retrieval_accuracy"] for one in values])),
+        mi=float(np.mean([one["mi_seq_estimate"] for one in values])),
+        at_chance=float(np.mean([step.at_chance for run in runs for step in regimes(run)])),
+        false_runs=false_runs,
+        n_runs=len(runs),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.validity import plots
 from benchmarks.validity.answers import DIAGNOSTICS, PREFIX, Alarmed
 from benchmarks.validity.behaviour import CHANCE
-from benchmarks.validity.estimators import INTERVALS, NORMALIZATIONS
+from benchmarks.validity.estimators import INTERVALS, NORMALIZATIONS, STATIONARY_THRESHOLDS
 from benchmarks.validity.outcomes import DEPENDENCE_CHECKS, KEPT, KINDS, LASTING, LOST, Outcome
 from benchmarks.validity.runs import FACTORS, N_GRID, N_SEEDS, SCORED_EVERY, SIGNALS, STEPS
 from benchmarks.validity.study import BARE, RATIOS, SIZES, THRESHOLDS, Study
@@ -92,6 +92,7 @@ def _runs(study: Study) -> str:
         prompts a step. Nothing is scripted. `healthy` and `template` are the demo's scenarios, one run a seed,
         {STEPS["healthy"]} and {STEPS["template"]} steps. `grid` is {N_GRID} runs of {STEPS["grid"]} steps that deal out
         the reward ({signals}) and the settings ({factors}; `filter_rho` is filtering of the batch by reward variance).
+        `squeezed` is hardly any signal and a penalty on entropy, {STEPS["squeezed"]} steps.
         Every {SCORED_EVERY}rd step is scored, with the monitor's default of 64 traces and 16 prompts."""
     )
     truth = prose(
@@ -212,12 +213,36 @@ def _thresholds(study: Study) -> str:
             both = [cell for side in (half.first, half.second) for cell in (side.detected, side.false_runs)]
             rows.append((f"`{setting}` {value}{mark}", *both, _spread(half.second.leads)))
     heads = ("threshold", "found, 1st half", "false, 1st half", "found, 2nd half", "false, 2nd half", "lead, 2nd half")
+    noise = [
+        (
+            f"{one.accuracy:.2f}, {one.mi:.2f}",
+            f"{one.n_contexts} x {one.group_size}",
+            f"{one.at_chance:.0%}",
+            *(f"{k} of {one.n_runs}" for k in one.false_runs.values()),
+        )
+        for one in study.stationary
+    ]
+    noise_heads = (
+        "retrieval, MI", "prompts x traces", "steps at chance", *(f"at {low}" for low in STATIONARY_THRESHOLDS),
+    )  # fmt: skip
+    still = prose(
+        """In these runs MI sits at its bound log P while they are healthy, so they cannot say what noise does below it.
+        Policies that do not change at all can: runs of 20 scored steps, other prompts at each, and how many of the runs
+        were ever said to have lost their dependence, at each `dependence_low`."""
+    )
     return f"""## Thresholds, set on one half and checked on the other
 
 Every other run of each family is in the first half. Found is of the runs that the check is about, false of the healthy
 ones.
 
-{table(heads, rows)}"""
+{table(heads, rows)}
+
+{still}
+
+{table(noise_heads, noise)}
+
+Where dependence is plain, no threshold mistakes noise for a loss, because the interval must have left the start. Where
+too few traces are scored to see it, its absence is all that can be said, whatever the threshold: more prompts help."""
 
 
 def _bare(study: Study) -> str:

@@ -1,4 +1,4 @@
-"""The runs of the study: two scenarios of the demo over twenty seeds each, and a grid of settings."""
+"""The runs of the study: two scenarios of the demo over twenty seeds each, a grid of settings, and a few squeezed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCORED_EVERY = 3
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """name: of its folder. family: "healthy" or "template" (scenarios of the demo), or "grid"."""
+    """name: of its folder. family: "healthy" or "template" (scenarios of the demo), "grid", or "squeezed"."""
 
     name: str
     family: str
@@ -24,7 +24,12 @@ class StudyRun:
 
 N_SEEDS = 20
 N_GRID = 40
-STEPS = {"healthy": 60, "template": 60, "grid": 48}
+STEPS = {"healthy": 60, "template": 30, "grid": 48, "squeezed": 60}
+N_SQUEEZED = 8
+# Almost no signal, a penalty on entropy, and enough pay for the format to keep it: ends in one trace for everything.
+SQUEEZED = TrainingSettings(
+    reward="hard", entropy_bonus=-0.05, lr=2e-3, format_share=0.3, group_size=8, steps=STEPS["squeezed"]
+)
 # Reward and the noise on it: from a clear signal through a drowned one to none at all.
 SIGNALS: tuple[dict[str, Any], ...] = (
     {"reward": "readable"},
@@ -53,6 +58,9 @@ def study_runs() -> list[StudyRun]:
             settings = dataclasses.replace(SCENARIOS[scenario].settings, seed=seed, steps=STEPS[family])
             ordered.append(StudyRun(name=f"{family}-{seed:02d}", family=family, settings=settings))
         ordered += grid[seed * per_seed : (seed + 1) * per_seed]
+        if seed < N_SQUEEZED:
+            settings = dataclasses.replace(SQUEEZED, seed=seed)
+            ordered.append(StudyRun(name=f"squeezed-{seed:02d}", family="squeezed", settings=settings))
     return ordered
 
 

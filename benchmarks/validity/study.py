@@ -14,7 +14,7 @@ from collapsediag.findings.across_runs import Correlation
 
 # A finding's threshold, the values tried for it, and what it should find: checks, kinds of runs, behaviour lost.
 THRESHOLDS = {
-    "dependence_low": ((0.3, 0.4, 0.5, 0.6, 0.7, 0.8), DEPENDENCE_CHECKS, answers.COLLAPSED, "reading"),
+    "dependence_low": ((0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), DEPENDENCE_CHECKS, answers.COLLAPSED, "reading"),
     "format_low": ((0.5, 0.6, 0.7, 0.8, 0.9), ("format_loss",), ("format loss",), "valid"),
     "token_entropy_low": ((0.3, 0.5, 0.7, 0.8, 0.9), ("entropy_collapse",), answers.COLLAPSED, "reading"),
 }
@@ -56,6 +56,7 @@ class Study:
     sizes: dict[tuple[int, int], Alarmed]
     biases: list[estimators.Bias]
     coverages: list[estimators.Coverage]
+    stationary: list[estimators.Stationary]
 
 
 def analyse(out: Path) -> Study:
@@ -77,6 +78,7 @@ def analyse(out: Path) -> Study:
         },
         biases=estimators.biases(),
         coverages=estimators.coverages(),
+        stationary=estimators.stationary(),
     )
 
 

@@ -48,7 +48,7 @@ class FindingSettings:
     persistence: int = 3
     release: float = 1.2
     alpha: float = 0.05
-    dependence_low: float = 0.7
+    dependence_low: float = 0.8
     environment_low: float = 0.5
     conditional_entropy_low: float = 0.7
     token_entropy_falling: float = 0.7
