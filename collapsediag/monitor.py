@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from collapsediag.cadence import Cadence
+from collapsediag.console import printable
 from collapsediag.context_bank import ContextBank
 from collapsediag.errors import CollapsediagError, MetricError, SettingsError
 from collapsediag.metrics.from_matrix import DEFINITIONS, matrix_metrics
@@ -376,7 +377,7 @@ class Monitor:
             reason = f"{where}{error}"
         except Exception:  # whoever wrote that error did not test its text
             reason = f"{where}(its message cannot be shown)"
-        logger.warning("step %s: diagnostics failed, training goes on: %s", step, reason)
+        logger.warning("step %s: diagnostics failed, training goes on: %s", step, printable(reason))
         if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW and self.scorer is not None:
             logger.warning(
                 "diagnostics failed %d times in a row: the policy is not scored any more in this run; rollout metrics "

@@ -96,6 +96,35 @@ class TraceSample:
         return line
 
 
+def is_trace_line(line: Any) -> bool:
+    """Whether a line of traces/STEP.jsonl can be read as what `TraceSample.to_json` writes; further keys are allowed.
+
+    >>> is_trace_line({"namespace": "turn", "row": 0, "own": 0, "best": 1, "logp_P": [-1.0, None]}), is_trace_line([])
+    (True, False)
+    """
+    if not isinstance(line, Mapping) or not isinstance(line.get("namespace"), str):
+        return False
+    scores = line.get("logp_P")
+    columns = [value for name in ("row", "own", "best") if type(value := line.get(name)) is int and value >= 0]
+    if not isinstance(scores, list) or len(columns) < 3:
+        return False
+    pmi, tokens = line.get("pmi") or [], line.get("tokens") or []
+    texts = [line.get(name) for name in ("context", "context_best", "trace")]
+    return (
+        max(columns[1:]) < len(scores)
+        and all(_is_number(value) for value in (*scores, line.get("reward"), line.get("length")))
+        and all(text is None or isinstance(text, str) for text in (*texts, line.get("environment")))
+        and isinstance(pmi, list)
+        and all(map(_is_number, pmi))
+        and isinstance(tokens, list)
+        and all(isinstance(token, str) for token in tokens)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Record:
     """What was measured in one step.

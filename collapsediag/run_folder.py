@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from collapsediag.errors import RunFolderError
 from collapsediag.matrix import LogLikelihoodMatrix
-from collapsediag.record import SCHEMA_VERSION, Provenance, Record
+from collapsediag.record import SCHEMA_VERSION, Provenance, Record, is_trace_line
 from collapsediag.run_writer import WRITER_FILE, Writer, writer_json, writer_of
 from collapsediag.whole_files import replacing
 
@@ -34,6 +34,7 @@ METRICS_FILE = "metrics.jsonl"
 # No record comes near these; what does is no run of ours, and is not taken into memory whole.
 MAX_LINE_BYTES = 16 * 2**20
 MAX_TRACES_BYTES = 256 * 2**20
+NO_RECORD = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 RUN_FILE = "run.json"
 
 
@@ -227,6 +228,13 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     return [latest[step] for step in sorted(latest)]
 
 
+def record_of(line: bytes) -> Record:
+    """The record of a line of metrics.jsonl. Raises one of NO_RECORD for what is none."""
+    if len(line) >= MAX_LINE_BYTES:
+        raise ValueError("a line that long is no record")
+    return Record.from_json(json.loads(line))
+
+
 def iter_records(path: str | os.PathLike[str]) -> Iterator[Record]:
     """Records as they stand in metrics.jsonl, repeated steps included."""
     file = Path(path) / METRICS_FILE
@@ -237,8 +245,8 @@ def iter_records(path: str | os.PathLike[str]) -> Iterator[Record]:
                 if not line.strip():
                     continue
                 try:
-                    yield Record.from_json(json.loads(line))
-                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                    yield record_of(line)
+                except NO_RECORD:
                     torn += 1
     except FileNotFoundError:
         raise RunFolderError(f"{path} is not a run folder: it has no {METRICS_FILE}.") from None
@@ -264,6 +272,10 @@ def read_traces(path: str | os.PathLike[str], step: int) -> list[dict[str, Any]]
     try:
         if file.stat().st_size > MAX_TRACES_BYTES:
             raise ValueError(f"it is larger than {MAX_TRACES_BYTES >> 20} MB")
-        return [json.loads(line) for line in file.read_text(encoding="ascii").splitlines() if line]
-    except (OSError, ValueError) as error:
+        lines = [json.loads(line) for line in file.read_text(encoding="ascii").splitlines() if line]
+        for number, line in enumerate(lines, 1):
+            if not is_trace_line(line):
+                raise ValueError(f"line {number} is no trace")
+        return lines
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         raise RunFolderError(f"{file}: cannot be read ({error}). Metrics and matrices are in other files.") from error

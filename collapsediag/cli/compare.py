@@ -70,7 +70,7 @@ def print_comparison(comparison: Comparison, top: int) -> None:
     if comparison.left_out:
         console.print(f"{len(comparison.left_out)} rows left out: constant, or in fewer than 3 runs.", markup=False)
     if comparison.warning:
-        console.print(comparison.warning, style="yellow", markup=False)
+        console.print(printable(comparison.warning), style="yellow", markup=False)
 
 
 def outcome_table(comparison: Comparison) -> Table:
@@ -79,7 +79,7 @@ def outcome_table(comparison: Comparison) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(f"{comparison.outcome}, {comparison.n_runs} runs"), box=box.SIMPLE_HEAD)
+    table = Table(title=Text(f"{printable(comparison.outcome)}, {comparison.n_runs} runs"), box=box.SIMPLE_HEAD)
     table.title_justify = "left"
     table.add_column("run")
     table.add_column("outcome", justify="right")
@@ -94,7 +94,7 @@ def correlation_table(comparison: Comparison, rows: Sequence[Correlation]) -> Ta
     from rich.table import Table
     from rich.text import Text
 
-    title = f"Spearman's rank correlation with {comparison.outcome}, strongest first"
+    title = f"Spearman's rank correlation with {printable(comparison.outcome)}, strongest first"
     table = Table(title=Text(title), box=box.SIMPLE_HEAD)
     table.title_justify = "left"
     table.add_column("diagnostic", overflow="fold")

@@ -51,8 +51,8 @@ _NUMBER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?<![\w.])\d+(?:\.
 _DIGIT = re.compile(r"\d")
 _LETTER = re.compile(r"[^\W\d_]")
 # The word that opens a sentence of prose: a small letter follows. The entries of a list open lines too, and are names.
-_SENTENCE_START = re.compile(r"(?:\A|[.!?]\s|\n)\s*\w+(?=,?\s+[a-z])")
-
+# White space is matched from where it begins: a pattern that may begin anywhere in it takes quadratic time.
+_AFTER_SPACE = re.compile(r"(?:\A\s*|(?<!\s)\s+)\w+(?=,?\s+[a-z])")
 
 _ASCII_SPACED = bytes(i if chr(i).isalnum() or chr(i) == "_" else 32 for i in range(128)) + bytes([32] * 128)
 
@@ -62,6 +62,21 @@ def _words(text: str) -> list[str]:
     if text.isascii():
         return text.encode("ascii").translate(_ASCII_SPACED).decode("ascii").split()
     return _WORD.findall(text)
+
+
+def _without_sentence_starts(text: str) -> str:
+    """The text without the words that open a sentence: at its start, behind `. ! ?`, and on a new line.
+
+    >>> _without_sentence_starts("She was in Ulm. There was rain."), _without_sentence_starts("Ulm, Paris")
+    (' was in Ulm. was rain.', 'Ulm, Paris')
+    """
+
+    def word_or_gap(match: re.Match[str]) -> str:
+        at = match.start()
+        opens = at == 0 or text[at - 1] in ".!?" or "\n" in match[0]
+        return " " if opens else match[0]
+
+    return _AFTER_SPACE.sub(word_or_gap, text)
 
 
 def _grams(words: Sequence[str]) -> Iterable[_Gram]:
@@ -136,7 +151,7 @@ class _Memory:
             n_grams = max(len(words) - NGRAM + 1, 0)
             holds_new = np.logical_or.reduce([is_new[i : i + n_grams] for i in range(NGRAM)]).tolist()
             spans.grams = dict.fromkeys(compress(_grams(words), holds_new), owner)
-            inside = set(_words(_SENTENCE_START.sub(" ", text)))
+            inside = set(_words(_without_sentence_starts(text)))
             spans.names = {w: owner for w in inside if _is_name(w) and w.casefold() in new_words}
         return spans
 

@@ -21,8 +21,9 @@ from collapsediag.rollouts import ToolCall
 
 _CALL_TAGS = ("tool_call", "search")
 _OPENING = re.compile(r"<(tool_call|search|information|tool_response)>")
-_QWEN_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_QWEN_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# No name holds "<": else each of a thousand unclosed tags would be read to the end of the text.
+_QWEN_FUNCTION = re.compile(r"<function=([^<>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_QWEN_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 # How tools and environments say "that did not work" in plain text. Only at the start of the result: a search result
 # may well be an article about errors.
 _ERROR_TEXT = re.compile(
@@ -136,7 +137,9 @@ def _tool_call_block(text: str) -> ToolCall:
     except (ValueError, RecursionError):
         function = _QWEN_FUNCTION.search(text)
         if function:
-            return make_call(function[1], dict(_QWEN_PARAMETER.findall(function[2])))
+            # Behind the last closing tag nothing can match, and each opening one would look for it in vain.
+            closed = function[2][: function[2].rfind("</parameter>") + len("</parameter>")]
+            return make_call(function[1], dict(_QWEN_PARAMETER.findall(closed)))
         return ToolCall(name="", arguments=text.strip(), malformed=True)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall(name="", arguments=text.strip(), malformed=True)

@@ -20,6 +20,12 @@ MAX_DOCUMENT_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 256 * 2**20
 _HEAD_BYTES = 4096
 _PARQUET_ROWS = 256
+_BATCH_BYTES = 64 * 2**20
+# A parquet file of a few hundred bytes can stand for any number of equal values. Dumps are compressed ten- to
+# hundredfold; one of equal texts may be more, so small ones are read whatever they expand to.
+_MAX_EXPANSION = 1000
+_EXPANDED_FREELY = 2**30
+_VALUES_FREELY = 50_000_000
 
 _MAGIC = (
     (b"PK\x03\x04", "a zip archive; unpack it first"),
@@ -224,9 +230,38 @@ class ParquetRows:
         with open_bytes(Path(self.path)) as stream:
             try:
                 with parquet.ParquetFile(io.BufferedReader(cast("io.RawIOBase", stream))) as table:
-                    yield from table.iter_batches(batch_size=_PARQUET_ROWS)
+                    yield from self._bounded(table.iter_batches(batch_size=self._batch_rows(table.metadata)))
             except (arrow.ArrowInvalid, arrow.ArrowException) as error:
                 raise ReaderError(
                     f"{self.path} is not a readable parquet file ({str(error).splitlines()[0]}). A file whose writer "
                     "was stopped has no footer and is lost; leave it out."
                 ) from error
+
+    def _batch_rows(self, metadata: Any) -> int:
+        """As many rows as fit into memory even if each held the largest value of its column."""
+        groups = (metadata.row_group(g) for g in range(metadata.num_row_groups))
+        largest = 1
+        for column in (group.column(c) for group in groups for c in range(group.num_columns)):
+            n_bytes = column.total_uncompressed_size
+            if column.num_values > max(_VALUES_FREELY, 64 * n_bytes):
+                raise ReaderError(
+                    f"{self.path}: column {column.path_in_schema!r} stands for {column.num_values:,} values in "
+                    f"{n_bytes:,} bytes, more than are taken into memory. Write row groups of fewer rows."
+                )
+            largest = max(largest, n_bytes)
+        return max(1, min(_PARQUET_ROWS, _BATCH_BYTES // largest))
+
+    def _bounded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        limit = max(_EXPANDED_FREELY, _MAX_EXPANSION * Path(self.path).stat().st_size)
+        n_bytes = 0
+        for packed in batches:
+            # A column of indices into few values is as large as what it stands for.
+            columns = [c.dictionary_decode() if hasattr(c, "dictionary_decode") else c for c in packed.columns]
+            batch = packed.from_arrays(columns, names=packed.schema.names)
+            n_bytes += batch.nbytes
+            if n_bytes > limit or batch.nbytes > 4 * MAX_LINE_BYTES:
+                raise ReaderError(
+                    f"{self.path} expands to more than {min(n_bytes, limit) >> 20:,} MB, over {_MAX_EXPANSION} times "
+                    "its size or too much for one row. This is no dump of rollouts, or one value fills it."
+                )
+            yield batch

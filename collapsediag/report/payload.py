@@ -40,6 +40,7 @@ All of it is plain JSON without NaN, and pure ASCII once dumped, so lone surroga
 from __future__ import annotations
 
 import base64
+import logging
 import os
 import re
 import zlib
@@ -59,6 +60,8 @@ from collapsediag.record import Record
 from collapsediag.report.charts import chart_names, charts_json
 from collapsediag.report.judgement import regime_map, verdict_payload
 from collapsediag.run_folder import matrix_name, read_matrix, read_records, read_run, read_traces
+
+logger = logging.getLogger("collapsediag")
 
 MAX_ROWS = 1024
 # A text that is longer loses its middle: the beginning says what it is about, the end what came of it.
@@ -117,7 +120,7 @@ def scored_payload(run: str | os.PathLike[str], step: int) -> dict[str, Any]:
 
     A matrix that cannot be read or drawn is {"missing": reason}; a page is not lost for one damaged file.
     """
-    lines = read_traces(run, step)
+    lines = _traces_or_none(run, step)
     matrices: dict[str, LogLikelihoodMatrix | str] = {}
     for draw in NAMESPACES:
         if (Path(run) / "matrices" / matrix_name(step, draw)).exists():
@@ -212,6 +215,14 @@ def _last_traces(run: str | os.PathLike[str], steps: Sequence[int]) -> tuple[int
     return None
 
 
+def _traces_or_none(run: str | os.PathLike[str], step: int) -> list[dict[str, Any]]:
+    try:
+        return read_traces(run, step)
+    except CollapsediagError as error:
+        logger.warning("%s", error)
+        return []
+
+
 def _matrix_or_reason(run: str | os.PathLike[str], step: int, draw: str) -> LogLikelihoodMatrix | str:
     try:
         return read_matrix(run, step, draw)
@@ -287,7 +298,9 @@ def _trace(line: Mapping[str, Any], pmi_P: NDArray[np.float64] | None, contexts:
 
 
 def _number(pmi_P: NDArray[np.float64] | None, column: int) -> float | None:
-    return None if pmi_P is None or not np.isfinite(pmi_P[column]) else round(float(pmi_P[column]), 4)
+    if pmi_P is None or column >= pmi_P.size or not np.isfinite(pmi_P[column]):
+        return None
+    return round(float(pmi_P[column]), 4)
 
 
 def _context(text: str | None, contexts: dict[str, int]) -> int | None:

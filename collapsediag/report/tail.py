@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import IO
 
 from collapsediag.errors import RunFolderError
 from collapsediag.record import Record
-from collapsediag.run_folder import MAX_LINE_BYTES, METRICS_FILE
+from collapsediag.run_folder import MAX_LINE_BYTES, METRICS_FILE, NO_RECORD, record_of
 
 logger = logging.getLogger("collapsediag")
 
@@ -77,8 +76,8 @@ class RecordTail:
 
     def _take(self, line: bytes) -> None:
         try:
-            record = Record.from_json(json.loads(line))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            record = record_of(line)
+        except NO_RECORD:
             self.n_torn += 1
             return
         self._latest[record.step] = self.last = record
