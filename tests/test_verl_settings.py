@@ -49,6 +49,9 @@ def test_settings_come_from_the_config_and_changes_win() -> None:
     settings = settings_of({"collapsediag": {"every": 5, "success_threshold": 1}}, every=2, max_contexts=8)
     assert (settings.every, settings.success_threshold, settings.max_contexts) == (2, 1, 8)
     assert settings_of({}) == VerlSettings()
+    assert [VerlSettings(sinks=given).sink_list for given in ("wandb", ["wandb", print], print, ())] == [
+        *(["wandb"], ["wandb", print], [print], [])
+    ]
 
 
 def test_the_front_door_ends_with_one_line_before_anything_runs() -> None:

@@ -65,7 +65,7 @@ class CollapseHook:
 
     def __init__(self, settings: VerlSettings | None = None) -> None:
         self.settings = settings = settings or VerlSettings()
-        sinks = [settings.sinks] if isinstance(settings.sinks, str) else list(settings.sinks)
+        sinks = settings.sink_list
         if settings.out is not None:
             provenance = Provenance.collect(settings=_plain(settings))
             # A run that is resumed goes on in its folder; bind() refuses one that is none of its own.
@@ -274,4 +274,4 @@ def _cost(config: Any, pairs: PairSettings, every: int) -> str:
 def _plain(settings: VerlSettings) -> dict[str, Any]:
     """As run.json keeps it."""
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    return {**values, "sinks": [str(sink) for sink in settings.sinks] if settings.sinks else []}
+    return {**values, "sinks": [str(sink) for sink in settings.sink_list]}

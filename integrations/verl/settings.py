@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -97,6 +97,11 @@ class VerlSettings:
             raise SettingsError(f"{SECTION}.dump=true needs {SECTION}.out=FOLDER, where the rollouts are to go.")
         Cadence(every=self.every)
         self.pair_settings()
+
+    @property
+    def sink_list(self) -> list[Any]:
+        """The sinks as a list, where one alone was given too."""
+        return [self.sinks] if isinstance(self.sinks, str) or not isinstance(self.sinks, Iterable) else [*self.sinks]
 
     def pair_settings(self) -> PairSettings:
         """The limits and tags, as the monitor takes them. Raises SettingsError for values that do not fit."""
