@@ -3,7 +3,7 @@
 
 const COLOURS = {
   light: { below: [228, 196, 150], zero: [247, 246, 243], above: [8, 61, 119], missing: [190, 190, 186], frame: '#3a3a38' },
-  dark: { below: [104, 80, 50], zero: [34, 37, 41], above: [126, 192, 255], missing: [90, 92, 95], frame: '#d0cdc6' },
+  dark: { below: [78, 65, 47], zero: [34, 37, 41], above: [126, 192, 255], missing: [90, 92, 95], frame: '#d0cdc6' },
 };
 const MAX_HEIGHT = 520;
 const MIN_FRAMED = 5;

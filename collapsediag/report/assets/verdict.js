@@ -52,7 +52,9 @@ function answers(one, lead) {
   return rows;
 }
 
-const sinceWords = finding => finding.title[0].toLowerCase() + finding.title.slice(1) + (finding.since_step === null ? '' : ` since step ${finding.since_step}`);
+// An abbreviation keeps its capitals.
+const lowered = title => (/^[A-Z][a-z]/.test(title) ? title[0].toLowerCase() + title.slice(1) : title);
+const sinceWords = finding => lowered(finding.title) + (finding.since_step === null ? '' : ` since step ${finding.since_step}`);
 
 function sureWords(lead, persistence) {
   const named = lead.metric ? lead.metric.replace(/^collapse_\w+_sample\//, '').replaceAll('_', ' ') : null;
