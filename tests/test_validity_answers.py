@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,8 @@ def outcome(folder: Path, *, collapsed_from: int = N, lost_from: int = N) -> Out
         matrix = planted("template" if i >= collapsed_from else "healthy", group_size=4, seed=i).matrix
         values = {PREFIX + k: v for k, v in matrix_metrics(matrix, n_resamples=100).items()}
         reading = 0.05 if i >= lost_from else 0.6
-        record = Record(step=3 * i, values={**values, "behaviour/reading": reading}, matrices={"first_turn": matrix})
+        values |= {"behaviour/reading": reading, "behaviour/success": reading, "reward/mean": 0.5}
+        record = Record(step=3 * i, values=values, matrices={"first_turn": matrix})
         store.append(record)
         records.append(record)
     store.close()
@@ -125,3 +127,30 @@ def test_intervals_of_four_prompts_cover() -> None:
     covered = estimators.coverage(policy, 4, 4, 150).share
     # Percentiles of a bootstrap over four groups cover about 0.8; 0.95 less 4 standard errors of 150 is 0.88.
     assert min(covered.values()) > 0.88
+
+
+def test_the_page_is_written_with_its_plots(
+    runs: list[Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_or_skip("matplotlib")
+    from benchmarks.validity import page, study
+
+    families = ("healthy", "grid", "template", "grid", "grid")
+    named = [dataclasses.replace(one, family=family) for one, family in zip(runs, families, strict=True)]
+    monkeypatch.setattr(study, "read_outcomes", lambda out: named)
+    for name, few in (("biases", 3), ("coverages", 3)):
+        whole = getattr(estimators, name)
+        monkeypatch.setattr(estimators, name, lambda whole=whole, few=few: whole(few))
+    monkeypatch.setattr(estimators, "stationary", lambda whole=estimators.stationary: whole(1, 6))
+    file = tmp_path / "docs" / "validity.md"
+    page.write(study.analyse(tmp_path), file)
+    text = file.read_text(encoding="utf-8")
+    for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
+        assert (file.parent / link).read_text(encoding="utf-8").startswith("<?xml")
+    for table in re.findall(r"(?m)(?:^\|.*\n)+", text + "\n"):
+        assert len({line.count(" | ") for line in table.splitlines()}) == 1, table
+    assert "| template | 1 | 0 | 0 | 1 | 21 (21 to 21) |" in text
+    assert (
+        "| template or low-entropy collapse | 1 of 2 [0.09, 0.91] | 1 of 3 [0.06, 0.79] | 55.6 | +6 (+6 to +6) |"
+        in text
+    )
