@@ -188,6 +188,7 @@ def test_a_link_opens_what_it_names(browser: Chromium, page: str) -> None:
     assert min(steps_on_axis(browser)) >= 40
     browser.evaluate("void (location.hash = 'step=1e9&trace=<img>&run=99&zoom=9-1&draw=__proto__')")
     browser.wait("document.querySelector('#step').textContent === 'step 80'")
+    assert count(browser, "[data-chart=retrieval] .line") == 2
     assert browser.problems() == []
 
 

@@ -55,7 +55,7 @@ class Chart {
     this.width = Math.max(220, Math.floor(available || 320));
     const longest = Math.max(...curves.map(one => one.label.length));
     this.right = this.width - clamp(longest * 6.4 + 12, 20, 92);
-    const [from, to] = window_();
+    const [from, to] = stepWindow();
     this.toX = step => MARGIN.left + ((step - from) / (to - from || 1)) * (this.right - MARGIN.left);
     this.toStep = x => from + ((x - MARGIN.left) / (this.right - MARGIN.left)) * (to - from);
     const [low, high] = this.options.range ?? this.range(curves);
@@ -75,10 +75,10 @@ class Chart {
   range(curves) {
     const found = [Infinity, -Infinity];
     for (const { run: one, line, points } of curves) {
-      extent(inside(points, window_()).y, found);
+      extent(inside(points, stepWindow()).y, found);
       if (line.low && one.columns[withDraw(line.low)]) {
-        extent(inside(curve(one, withDraw(line.low)), window_()).y, found);
-        extent(inside(curve(one, withDraw(line.high)), window_()).y, found);
+        extent(inside(curve(one, withDraw(line.low)), stepWindow()).y, found);
+        extent(inside(curve(one, withDraw(line.high)), stepWindow()).y, found);
       }
     }
     extent(this.definition.reach ?? [], found);
@@ -160,7 +160,7 @@ class Chart {
 
   labels(curves) {
     const placed = curves.flatMap(({ points, label, style, isBold }) => {
-      const last = inside(points, window_());
+      const last = inside(points, stepWindow());
       if (!last.y.length) return [];
       return [{ y: this.toY(last.y[last.y.length - 1]), label, style: isBold ? style : `${style} faint` }];
     });

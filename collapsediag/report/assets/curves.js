@@ -50,7 +50,7 @@ function columnsOf({ x, y }, toX) {
 // A curve ready to draw. Where more than one value falls on two pixels, the line is their median and `low`, `high` their
 // range; `isDense` says so.
 function drawable(points, toX, width) {
-  const part = inside(points, window_());
+  const part = inside(points, stepWindow());
   if (part.x.length <= width / 2) return { ...part, isDense: false };
   return { ...columnsOf(part, toX), isDense: true };
 }

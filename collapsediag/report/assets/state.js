@@ -46,7 +46,7 @@ function stepRange() {
   return low > high ? [0, 1] : [low, high];
 }
 
-const window_ = () => state.zoom ?? stepRange();
+const stepWindow = () => state.zoom ?? stepRange();
 
 function moveStep(by) {
   const steps = run().shownSteps;
@@ -74,7 +74,7 @@ function fromAddress() {
   const zoom = /^(\d{1,12})-(\d{1,12})$/.exec(asked.get('zoom') ?? '');
   return {
     run: index,
-    draw: chosen.draws[asked.get('draw')] ? asked.get('draw') : Object.keys(chosen.draws)[0],
+    draw: Object.hasOwn(chosen.draws, asked.get('draw') ?? '') ? asked.get('draw') : Object.keys(chosen.draws)[0],
     step: nearestStep(steps, whole('step') ?? steps[steps.length - 1]),
     trace: whole('trace'),
     zoom: zoom && Number(zoom[1]) < Number(zoom[2]) ? [Number(zoom[1]), Number(zoom[2])] : null,
