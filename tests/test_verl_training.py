@@ -54,8 +54,9 @@ def front(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def before(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """The variable, the trainer before that of 0.9."""
-    return run(folder, "before", "trainer.use_v1=False", modules=(PLUGIN,), variables=NO_ENTRY_POINTS)
+    """The variable, the trainer before that of 0.9, and scoring inside the workers."""
+    more = ("trainer.use_v1=False", "+collapsediag.share_prefixes=true")
+    return run(folder, "before", *more, modules=(PLUGIN,), variables=NO_ENTRY_POINTS)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_the_numbers_are_in_the_trainers_own_record(front: Any) -> None:
     check_steps(*front)
 
 
-def test_both_trainers_give_the_same_numbers(front: Any, before: Any) -> None:
+def test_both_trainers_and_both_ways_to_score_give_the_same_numbers(front: Any, before: Any) -> None:
     check_steps(*before)
     for ours, theirs in zip(front[1], before[1], strict=True):
         names = {n for n in values(theirs) if n.startswith("collapse") and not any(c in n for c in CLOCKS)}
