@@ -7,8 +7,8 @@
       traces/STEP.jsonl           a bounded sample of traces
       writer.json                 the process that has the run open; gone once it has closed it
 
-A line in metrics.jsonl is written last and flushed, so every record that can be read has its matrix and traces beside
-it. Everything else is written to a temporary name and renamed. No pickle anywhere.
+A line in metrics.jsonl is written last, so every record that can be read has its matrix and traces beside it (of as
+many scored steps as are kept). Everything else is written to a temporary name and renamed. No pickle anywhere.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import contextlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from collapsediag.errors import RunFolderError
+from collapsediag.errors import RunFolderError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.record import SCHEMA_VERSION, Provenance, Record, is_trace_line
+from collapsediag.retention import step_to_forget
 from collapsediag.run_writer import WRITER_FILE, Writer, writer_json, writer_of
 from collapsediag.whole_files import replacing
 
@@ -68,15 +70,25 @@ class RunStore:
     path: the folder; made if it is not there. A folder that already holds records is refused unless resume=True,
         because mixing two runs in one curve cannot be undone.
     provenance: written to run.json on the first record (kept as it is on resume).
+    keep: of how many scored steps matrices and traces stay: the first, the last, and others spread evenly between;
+        the numbers of all steps stay. None: of all.
 
     Constructing touches nothing on disk; the first `append` does. Raises RunFolderError where the folder cannot be
     written, or holds another run.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, provenance: Provenance | None = None, resume: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        provenance: Provenance | None = None,
+        resume: bool = False,
+        keep: int | None = None,
     ) -> None:
+        if keep is not None and keep < 2:
+            raise SettingsError(f"keep={keep}: the first and the last scored step always stay, so it is 2 or more.")
         self.path = Path(path)
+        self._keep = keep
         self._provenance = provenance
         self._resume = resume
         self._stream: IO[bytes] | None = None
@@ -92,6 +104,8 @@ class RunStore:
                 content = b"".join(_json_line(trace.to_json()) for trace in record.traces)
                 _replace(self.path / "traces" / f"{record.step:09d}.jsonl", content)
             _append(stream, line)
+            if self._keep is not None and (record.matrices or record.traces):
+                self._forget(self._keep)
         except RunFolderError:
             raise
         except OSError as error:
@@ -114,6 +128,16 @@ class RunStore:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _forget(self, keep: int) -> None:
+        files: dict[int, list[Path]] = {}
+        for file in (*self.path.glob("matrices/*.npz"), *self.path.glob("traces/*.jsonl")):
+            step = re.match(r"-?\d+", file.name)
+            if step:
+                files.setdefault(int(step[0]), []).append(file)
+        while len(files) > keep:
+            for file in files.pop(step_to_forget(sorted(files))):
+                file.unlink(missing_ok=True)
 
     def _stream_still_there(self) -> IO[bytes] | None:
         if self._stream is not None and not (self.path / METRICS_FILE).exists():

@@ -47,12 +47,18 @@ class JsonlSink:
     """Writes a run folder: metrics.jsonl, matrices, traces, run.json.
 
     path: the run folder. resume: go on in a folder that already holds records.
+    keep: of how many scored steps matrices and traces stay, spread over the run; None: of all. Numbers always stay.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, resume: bool = False, provenance: Provenance | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        resume: bool = False,
+        provenance: Provenance | None = None,
+        keep: int | None = None,
     ) -> None:
-        self._store = RunStore(path, provenance=provenance, resume=resume)
+        self._store = RunStore(path, provenance=provenance, resume=resume, keep=keep)
 
     def write(self, record: Record) -> None:
         """Append the record; it survives a kill once this returns."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collapsediag.errors import MatrixError, RunFolderError
+from collapsediag.errors import MatrixError, RunFolderError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.record import SCHEMA_VERSION, Provenance, Record, TraceSample
 from collapsediag.run_folder import (
@@ -214,3 +215,33 @@ def test_a_process_that_has_anothers_number_is_not_the_writer() -> None:
 def test_a_damaged_writer_file_names_nobody(tmp_path: Path, content: str) -> None:
     (tmp_path / WRITER_FILE).write_text(content)
     assert writer_of(tmp_path) is None
+
+
+def test_matrices_and_traces_of_as_many_steps_as_are_to_be_kept(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    step, steps = 0, []
+    for part in range(2):  # the second part resumes
+        with RunStore(tmp_path, resume=part == 1, keep=8) as store:
+            for _ in range(60):
+                steps.append(step)
+                store.append(record(step, matrices={"first_turn": matrix(), "turn": matrix()}))
+                step += rng.choice([5, 5, 5, 10])
+    assert [r.step for r in read_records(tmp_path)] == steps
+    kept = sorted({int(file.name[:9]) for file in (tmp_path / "matrices").iterdir()})
+    assert (len(kept), kept[0], kept[-1]) == (8, steps[0], steps[-1])
+    assert len(list((tmp_path / "matrices").iterdir())) == 16
+    gaps = np.diff(kept)
+    assert gaps.max() <= 3 * gaps[:-1].min()  # the last one is as recent as it is
+    assert read_matrix(tmp_path, kept[3], "turn").n_traces == matrix().n_traces
+
+
+def test_the_first_and_the_last_step_are_always_kept(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="keep=1"):
+        RunStore(tmp_path, keep=1)
+    with RunStore(tmp_path, keep=2) as store:
+        for step in range(5):
+            store.append(record(step, matrices={"turn": matrix()}))
+    assert sorted(file.name for file in (tmp_path / "matrices").iterdir()) == [
+        "000000000-turn.npz",
+        "000000004-turn.npz",
+    ]
