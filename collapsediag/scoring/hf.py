@@ -119,7 +119,7 @@ class HFScorer:
         self._known = weakref.ref(model)
         # Ways that this model turned out not to allow, with the reason, and ways that passed a self-check.
         self._failed: dict[str, str] = {}
-        self._checked: set[str] = set()
+        self._passed: set[str] = set()
         self._continues: bool | None = None
         self._told = False
 
@@ -207,8 +207,8 @@ class HFScorer:
         )
 
     def _check_due(self, call: int, way: str) -> bool:
-        due = bool(self.check_every) and (call % self.check_every == 0 or way not in self._checked)
-        self._checked.add(way)
+        due = bool(self.check_every) and (call % self.check_every == 0 or way not in self._passed)
+        self._passed.add(way)  # what does not pass is not tried again
         return due
 
     def _ways(self, access: ModelAccess) -> list[Attention]:
