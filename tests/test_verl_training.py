@@ -112,6 +112,20 @@ def test_padding_rows_are_no_rollouts(two_ranks: Any) -> None:
     assert len(rows) == 20
 
 
+def test_an_asynchronous_trainer_is_measured_once_a_step_before_its_first_update(folder: Path) -> None:
+    mode = ("trainer.v1.trainer_mode=colocate_async", "++trainer.v1.colocate_async.parameter_sync_step=2")
+    small = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
+    main = "collapsediag.integrations.verl"
+    out, records = run(folder, "async", *mode, small, main=main, variables=NO_ENTRY_POINTS)
+    assert [record["step"] for record in records] == [1, 2]
+    first, second = cd.read_records(out / "run")
+    for record, ours in zip(records, (first, second), strict=True):
+        assert values(record)["collapse/own_logp_difference"] <= 1e-5  # the second update's policy would be off
+        assert ours.values["n_rollouts"] == 8  # of 16
+        assert "measured on the first of the 2 batches of this step" in ours.notes
+    assert "8 of 8 rollouts were written by weights up to 1 steps older than the scorer's" in second.notes
+
+
 def test_the_dump_scored_offline_gives_the_live_numbers(front: Any, folder: Path) -> None:
     out, _ = front
     live = cd.read_records(out / "run")[0]

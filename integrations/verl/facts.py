@@ -168,6 +168,12 @@ def lasting_notes(config: Any) -> list[str]:
     return notes
 
 
+def first_of_note(trainer: Any) -> str | None:
+    """A note where a step has several updates, of which the first batch is measured."""
+    updates = int(getattr(trainer, "parameter_sync_step", 1))
+    return None if updates == 1 else f"measured on the first of the {updates} batches of this step"
+
+
 def staleness_note(rows: list[Row], step: int) -> str | None:
     """A note where rollouts were written by weights older than the step's own."""
     ages = [step - 1 - row.weights_from for row in rows if row.weights_from is not None]

@@ -24,6 +24,7 @@ from collapsediag.integrations.verl.facts import (
     ModelFacts,
     check_config,
     contract_of,
+    first_of_note,
     lasting_notes,
     lasting_refusal,
     limits_of,
@@ -200,7 +201,8 @@ class CollapseHook:
         refusal = lasting_refusal(config) if self.settings.score else "switched_off"
         if refusal is None and any(row.has_images for row in rows):
             refusal = "images"
-        notes = [*lasting_notes(config), staleness_note(rows, step), REFUSALS.get(refusal or "")]
+        notes = [*lasting_notes(config), first_of_note(self.trainer), staleness_note(rows, step)]
+        notes.append(REFUSALS.get(refusal or ""))
         rollouts = batch_of(
             rows,
             step=step,
