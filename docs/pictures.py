@@ -105,7 +105,7 @@ def main() -> None:
             rest = ".chart" + "".join(f":not([data-chart={chart}])" for chart in charts)
             hidden = HIDDEN.replace("#behaviour", ".none") if "tool_calls" in charts else HIDDEN
             draw(browser, page, PICTURES / f"{name}.png", width=400, hidden=f"{hidden}, {rest}")
-        draw(browser, folder / "template-collapse.html", PICTURES / "page.png", width=1280, height=1640)
+        draw(browser, folder / "template-collapse.html", PICTURES / "page.png", width=1280, height=1800)
 
 
 if __name__ == "__main__":
