@@ -142,6 +142,13 @@ def test_traces_are_found_and_read(browser: Chromium, page: str) -> None:
     browser.key("n")
     assert count(browser, "#trace-list .retrieved") == 0
     assert 0 < count(browser, "#trace-list .missed") < 64
+    browser.evaluate("document.querySelector('#trace-list button').click()")
+    parts = browser.evaluate(
+        "[...document.querySelectorAll('.prompts pre')].map(e => [...e.children].map(s => s.textContent))"
+    )
+    assert [part[0] for part in parts] == ["the task says: prompt number "] * 2
+    assert [part[2] for part in parts] == [", think first"] * 2
+    assert parts[0][1] != parts[1][1]
     browser.key("n")
     assert count(browser, "#trace-list button") == 64
     fill(browser, "search", "NUMBER 3,")

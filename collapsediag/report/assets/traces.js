@@ -221,13 +221,15 @@ function drawStrip(canvas, matrix, trace) {
   context.fillRect(0, height / 2, width, 0.5);
 }
 
-// How many characters two texts share at the beginning and, beyond that, at the end.
+// How many characters two texts share at the beginning and, beyond that, at the end; words are not cut.
 function shared(a, b) {
   const limit = Math.min(a.length, b.length);
   let head = 0;
   while (head < limit && a[head] === b[head]) head++;
   let tail = 0;
+  while (head && /\w/.test(a[head - 1])) head--;
   while (tail < limit - head && a[a.length - 1 - tail] === b[b.length - 1 - tail]) tail++;
+  while (tail && /\w/.test(a[a.length - tail])) tail--;
   return [head, tail];
 }
 
