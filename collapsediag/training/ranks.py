@@ -166,15 +166,18 @@ class ScoringByAllRanks:
 
     @property
     def temperature(self) -> float:
+        """Of the scored distribution."""
         return float(getattr(self._job.scorer, "temperature", 1.0))
 
     def score(self, pairs: ScoringPairs) -> LogLikelihoodMatrix:
+        """The whole matrix."""
         import numpy as np
 
         everything_NP = np.ones((pairs.n_traces, pairs.n_contexts), dtype=np.bool_)
         return matrix_of(pairs, self.score_cells(pairs, everything_NP))
 
     def score_cells(self, pairs: ScoringPairs, scored_NP: BoolArray) -> FloatArray:
+        """[N, P] the cells asked for."""
         return self._job.share(pairs, scored_NP)
 
 
