@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,6 +204,40 @@ def test_padded_rows_are_cut_by_the_mask_and_come_in_the_order_of_their_tokens()
     assert [r.environment for r in rows] == ["code", "math"]
     assert [dict(r.extra) for r in rows] == [{"acc": 0.0}, {"acc": 1.0}]
     assert all(torch.equal(before[name], tensors[name]) for name in before)
+
+
+def test_rows_of_the_queue_are_read_without_padding_and_by_who_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    asked: list[Any] = []
+
+    def jagged(*values: list[float]) -> Any:
+        return torch.nested.as_nested_tensor([torch.tensor(v) for v in values], layout=torch.jagged)
+
+    fields = {
+        "prompts": jagged([7, 8], [3]),
+        "responses": jagged([5, 6], [6, 8, 9]),
+        "loss_mask": jagged([1, 1], [1, 0, 1]),
+        "response_mask": jagged([0, 0], [1, 0, 1]),  # the first was rejected after the fact
+        "rm_scores": jagged([0.0, 1.5], [0.0, 0.0, 0.25]),
+        "old_log_probs": jagged([-1.0, -2.0], [-3.0, -4.0, -5.0]),
+        "extra_fields": np.array([{"reward_extra_info": {"acc": 1.0}}, {}], dtype=object),
+    }
+
+    def get(**names: Any) -> Any:
+        asked.append(names)
+        return fields
+
+    monkeypatch.setitem(sys.modules, "transfer_queue", SimpleNamespace(kv_batch_get=get))  # a queue needs a cluster
+    tags = [{"min_global_steps": 4}, {"is_padding": True}, {"min_global_steps": 3}]
+    batch = SimpleNamespace(keys=["u_1_0_0", "pad9", "u_2_1_0"], tags=tags, partition_id="train")
+    rows, dropped = read_rows(batch)
+    assert dropped == {"padding_row": 1}
+    assert asked[0]["keys"] == ["u_1_0_0", "u_2_1_0"]
+    assert [r.group for r in rows] == ["u_2", "u_1"]
+    assert [r.mask_R.tolist() for r in rows] == [[1, 0, 1], [1, 1]]
+    assert [r.reward for r in rows] == [0.25, 1.5]
+    assert [r.weights_from for r in rows] == [3, 4]
+    assert [dict(r.extra) for r in rows] == [{}, {"acc": 1.0}]
 
 
 def test_the_order_of_rows_is_that_of_token_numbers() -> None:
