@@ -1,4 +1,4 @@
-"""docs/validity.md, written from the answers. Sentences that weigh the numbers stand in `VERDICT`, and are ours."""
+"""docs/validity.md, written from the answers. Sentences that weigh the numbers stand in `verdict`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.validity.outcomes import DEPENDENCE_CHECKS, KEPT, KINDS, LASTING
 from benchmarks.validity.runs import FACTORS, N_GRID, N_SEEDS, SCORED_EVERY, SIGNALS, STEPS
 from benchmarks.validity.study import BARE, RATIOS, SIZES, THRESHOLDS, Study
 from benchmarks.validity.training import N_EVALUATION
-from benchmarks.validity.verdict import VERDICT
+from benchmarks.validity.verdict import verdict
 from collapsediag.findings.across_runs import Correlation
 from collapsediag.findings.settings import FindingSettings
 
@@ -76,7 +76,7 @@ def _head(study: Study) -> str:
         `--analyse runs/validity` (plots: `pip install matplotlib`). {len(study.outcomes)} training runs on
         {platform.machine()}, {os.cpu_count()} CPU cores, one thread a run; seeds 0 to {N_SEEDS - 1}."""
     )
-    return f"# Do the numbers tell the truth?\n\n{made}\n\n{VERDICT.strip()}"
+    return f"# Do the numbers tell the truth?\n\n{made}\n\n{verdict(study)}"
 
 
 def _runs(study: Study) -> str:

@@ -24,7 +24,7 @@ class StudyRun:
 
 N_SEEDS = 20
 N_GRID = 40
-STEPS = {"healthy": 60, "template": 30, "grid": 48, "squeezed": 60}
+STEPS = {"healthy": 60, "template": 42, "grid": 48, "squeezed": 60}
 N_SQUEEZED = 8
 # Almost no signal, a penalty on entropy, and enough pay for the format to keep it: ends in one trace for everything.
 SQUEEZED = TrainingSettings(
