@@ -71,7 +71,7 @@ def courses(file: Path, outcomes: Sequence[Outcome]) -> None:
     pyplot, figure, axes = _figure(len(names), width=12.0, height=2.8)
     for family, kind in (("healthy", "healthy"), ("template", "template collapse")):
         runs = [one for one in outcomes if one.family == family]
-        for axis, (title, name) in zip(axes, names.items(), strict=True):
+        for axis, name in zip(axes, names.values(), strict=True):
             held = [series_of(one.records, name) for one in runs]
             by_step: dict[int, list[float]] = {}
             for series in held:
@@ -81,8 +81,9 @@ def courses(file: Path, outcomes: Sequence[Outcome]) -> None:
             low, middle, high = np.array([np.quantile(by_step[s], [0, 0.5, 1]) for s in steps]).T
             axis.fill_between(steps, low, high, color=COLOURS[kind], alpha=0.15, lw=0)
             axis.plot(steps, middle, color=COLOURS[kind], label=f"{family} ({len(runs)})")
-            axis.set(title=title, xlabel="step", ylim=(0, None))
-            axis.title.set_fontsize(9)
+    for axis, title in zip(axes, names, strict=True):
+        axis.set(xlabel="step", ylim=(0, None))
+        axis.set_title(title, fontsize=9)
     axes[0].legend(fontsize=7)
     _save(pyplot, figure, file)
 
@@ -124,7 +125,8 @@ def biases(file: Path, found: Sequence[Bias]) -> None:
         axis.axhline(rows[0].truth, color="black", lw=0.8)
         axis.plot([4, 64], np.log([4, 64]), ":", color="#888888")
         axis.set(xscale="log", title=f"{length} tokens", xlabel="prompts P", ylim=(0, None))
-        axis.set_xticks([4, 16, 64], ["4", "16", "64"], minor=False)
+        axis.set_xticks([4, 16, 64], ["4", "16", "64"])
+        axis.set_xticks([], minor=True)
     axes[0].set_ylabel("nats per trace")
     axes[0].legend(fontsize=7)
     _save(pyplot, figure, file)
