@@ -11,5 +11,6 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     text = (Path(config.config_file_path).parent / "CHANGELOG.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "changelog.md", content=text))
+    # Its links start at the top of the repository, those of a page in docs/.
+    files.append(File.generated(config, "changelog.md", content=text.replace("](docs/", "](")))
     return files
