@@ -160,7 +160,9 @@ def test_every_line_is_registered_drawn_over_our_step_and_logged_by_a_real_run()
     ("answers", "key", "said"),
     [
         ({}, None, "W&B knows no login"),
-        pytest.param({"Viewer": "user is not logged in"}, "local-" + "0" * 40, "knows no login", marks=pytest.mark.slow),
+        pytest.param(
+            {"Viewer": "user is not logged in"}, "local-" + "0" * 40, "knows no login", marks=pytest.mark.slow
+        ),
         ({"GetProject": {"project": None}}, "local-" + "0" * 40, "W&B has no project 'team/proj'"),
         ({"UpsertView2": "permission denied"}, "local-" + "0" * 40, "did not save the workspace in 'team/proj'"),
     ],
