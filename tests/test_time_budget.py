@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 import collapsediag as cd
 from collapsediag.errors import ScoringError, SettingsError
+from collapsediag.run_folder import read_records
 from collapsediag.testing import planted
 from collapsediag.time_budget import MAX_SPACING, TimeBudget
 
@@ -167,3 +169,32 @@ def test_on_a_real_clock_with_a_slow_scorer() -> None:
     # What was spent when each was let through; how long it then takes on a busy machine is not the monitor's to say.
     for before, elapsed in let_through[1:]:
         assert before <= 0.1 * (elapsed + 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_training_run_with_a_slow_scorer(tmp_path: Path) -> None:
+    """TRL's GRPO on a tiny model; scoring is made ten times dearer than a step, and gets 5% of the wall time."""
+    from collapsediag.integrations.trl_callback import CollapseCallback
+    from collapsediag.scoring.hf import HFScorer
+
+    from . import trl_tiny
+
+    def slow(score: Any) -> Any:
+        return lambda *args, **named: (time.sleep(0.5), score(*args, **named))[1]
+
+    callback = CollapseCallback(
+        every=1, reasoning="completion", sinks=[cd.JsonlSink(tmp_path / "run")], time_budget=0.05
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("score", "score_with_tokens"):
+            patch.setattr(HFScorer, name, slow(getattr(HFScorer, name)))
+        trl_tiny.trainer("grpo", tmp_path, [callback], max_steps=400).train()
+    keep = read_records(tmp_path / "run")
+    assert len(keep) == 400
+    shares = [r.values["collapse/scoring_time_share"] for r in keep if "collapse/scoring_time_share" in r.values]
+    put_off = [r.not_measured["scoring"] for r in keep if "scoring" in r.not_measured]
+    assert len(shares) >= 3
+    assert len(put_off) == len(keep) - len(shares)
+    assert max(shares[1:]) <= 0.06  # one may have taken longer than the one it was reckoned by
+    assert sum(KEY + "retrieval_chance_level" in r.values for r in keep) == len(shares)
