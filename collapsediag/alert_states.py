@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from collapsediag.console import NAMESPACES, number, printable
+from collapsediag.plain_text import number, printable
 from collapsediag.record import Record
+from collapsediag.turn_cuts import DRAWS
 
 # A measure must be bad this often in a row before it is said, and good this often before it may be said again: near its
 # border a noisy value would otherwise send a message at every step.
@@ -79,7 +80,7 @@ class AlertStates:
             yield Alert(title="Collapse diagnostics work again", text=text, level="INFO")
 
     def _retrieval(self, record: Record) -> Iterator[Alert]:
-        for namespace, words in NAMESPACES.items():
+        for namespace, words in DRAWS.items():
             for name, chance_name in _RETRIEVAL:
                 prefix = f"collapse_{namespace}_sample/"
                 keys = (prefix + name, f"{prefix}{name}/ci_low", f"{prefix}{name}/ci_high", prefix + chance_name)

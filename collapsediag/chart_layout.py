@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from collapsediag.console import NAMESPACES
 from collapsediag.metrics.registry import find
 from collapsediag.tracker_values import tracker_name
+from collapsediag.turn_cuts import DRAWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def layout(names: Iterable[str]) -> list[Category]:
     known = set(names)
     categories = [
         _present(f"Input dependence, {words}", (*MATRIX_CHARTS, BUDGET_CHART), f"collapse_{namespace}_sample/", known)
-        for namespace, words in NAMESPACES.items()
+        for namespace, words in DRAWS.items()
     ]
     categories += [_present(category.title, category.charts, "", known) for category in ROLLOUT_CATEGORIES]
     return [category for category in categories if category.charts]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import IO
 
 from collapsediag.metrics.registry import find
+from collapsediag.plain_text import number, printable
 from collapsediag.record import Record
+from collapsediag.turn_cuts import DRAWS
 
-NAMESPACES = {"first_turn": "first turn", "trajectory": "one turn per trajectory", "turn": "all turns"}
 BAR_CELLS = 20
 WIDTH_WITH_UNITS = 100
 
@@ -53,24 +54,6 @@ ROLLOUT_HEADLINES = (
     "tools/calls_per_rollout",
     "entropy/token_mean",
 )
-
-
-def printable(text: str) -> str:
-    """Text of a model or a file, safe to print: control and direction-changing characters become visible escapes.
-
-    >>> printable("a\\x1b[31mred")
-    'a\\\\x1b[31mred'
-    """
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-def number(value: float, digits: int = 4) -> str:
-    """Significant digits, without a needless exponent.
-
-    >>> number(0.0625), number(1234.5), number(3.0)
-    ('0.0625', '1234', '3')
-    """
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def retrieval_bar(accuracy: float, chance: float, cells: int = BAR_CELLS) -> str:
@@ -158,7 +141,7 @@ def summary_lines(record: Record, *, width: int = 100) -> list[str]:
     width: of the terminal. A narrow one goes without units, which the metrics page has.
     """
     rows: list[str | Cells] = [("metric", "value", "95% interval", "read against", "unit")]
-    for namespace, words in NAMESPACES.items():
+    for namespace, words in DRAWS.items():
         prefix = f"collapse_{namespace}_sample/"
         rows += _section(record, prefix, MATRIX_HEADLINES, f"reasoning, {words}{_count(record, prefix)}")
     n, g = (record.values.get(name) for name in ("n_rollouts", "n_groups"))

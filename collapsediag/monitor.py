@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from collapsediag.cadence import Cadence
-from collapsediag.console import printable
 from collapsediag.context_bank import ContextBank
 from collapsediag.errors import CollapsediagError, MetricError, SettingsError
 from collapsediag.metrics.from_matrix import DEFINITIONS, matrix_metrics
@@ -31,6 +30,7 @@ from collapsediag.pairs import (
     build_pairs,
     resolve_reasoning,
 )
+from collapsediag.plain_text import printable
 from collapsediag.record import Record
 from collapsediag.resumption import REASONING_NOTE, averages_of, reasoning_of
 from collapsediag.rollouts import RolloutBatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from collapsediag.console import number, printable
+from collapsediag.plain_text import number, printable
 from collapsediag.record import Record, TraceSample
 
 PREFIX = "collapse/"

@@ -20,7 +20,9 @@ from collapsediag.token_tags import ReasoningTags
 IntArray = NDArray[np.int64]
 Reasoning = Literal["auto", "think", "completion"]
 
-NAMESPACES = ("first_turn", "trajectory", "turn")
+# Draws of turns in words, in the order in which they are judged and shown.
+DRAWS = {"first_turn": "first turn", "trajectory": "one turn per trajectory", "turn": "all turns"}
+NAMESPACES = tuple(DRAWS)
 
 
 class DropReason(str, Enum):

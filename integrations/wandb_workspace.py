@@ -15,10 +15,10 @@ from typing import Any
 
 from collapsediag._optional import require
 from collapsediag.chart_layout import Category, Chart, layout
-from collapsediag.console import NAMESPACES
 from collapsediag.errors import TrackerError
 from collapsediag.metrics.registry import find, registered
 from collapsediag.tracker_values import tracker_name
+from collapsediag.turn_cuts import DRAWS
 
 NAME = "Collapse diagnostics"
 # The x-axis that WandbSink gives every number.
@@ -40,7 +40,7 @@ def build_workspace(entity: str, project: str) -> Any:
     workspaces = require("wandb_workspaces.workspaces", extra="wandb", feature=_FEATURE)
     first, *others = layout(_every_name())
     # Single-turn runs log the first draw alone, so the other two begin closed.
-    is_draw = {f"Input dependence, {words}" for words in NAMESPACES.values()}
+    is_draw = {f"Input dependence, {words}" for words in DRAWS.values()}
     sections = [_section(first, is_open=True), _map_section(entity)]
     sections += [_section(category, is_open=category.title not in is_draw) for category in others]
     sections.append(_traces_section())
@@ -125,7 +125,7 @@ def _register_map(api: Any, entity: str) -> str | None:
 def _every_name() -> set[str]:
     """All that a run can log, under tracker names."""
     names = [name for name in registered() if "@k" not in name]
-    scoped = [f"collapse_{namespace}_sample/{name}" for namespace in NAMESPACES for name in names]
+    scoped = [f"collapse_{namespace}_sample/{name}" for namespace in DRAWS for name in names]
     known = {tracker_name(name) for name in (*names, *scoped)}
     return known | {f"{name}/{end}" for name in known for end in ("ci_low", "ci_high")}
 
@@ -171,7 +171,7 @@ def _map_section(entity: str) -> Any:
         x=reports.SummaryMetric(entropy),
         y=reports.SummaryMetric(mi),
     )
-    images = [f"collapse_{namespace}_sample/matrix" for namespace in NAMESPACES]
+    images = [f"collapse_{namespace}_sample/matrix" for namespace in DRAWS]
     matrix = reports.MediaBrowser(title="Matrix: pointwise mutual information", media_keys=images)
     return workspaces.Section(name="Regime map and matrix", panels=[path, last, matrix], is_open=True)
 
@@ -179,7 +179,5 @@ def _map_section(entity: str) -> Any:
 def _traces_section() -> Any:
     workspaces = require("wandb_workspaces.workspaces", extra="wandb", feature=_FEATURE)
     reports = require("wandb_workspaces.reports.v2", extra="wandb", feature=_FEATURE)
-    tables = [
-        reports.WeavePanelSummaryTable(table_name=f"collapse_{namespace}_sample/traces") for namespace in NAMESPACES
-    ]
+    tables = [reports.WeavePanelSummaryTable(table_name=f"collapse_{namespace}_sample/traces") for namespace in DRAWS]
     return workspaces.Section(name="Traces (logged with traces=True)", panels=tables)

@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 
 import collapsediag as cd
-from collapsediag.console import printable
 from collapsediag.errors import CollapsediagError
 from collapsediag.metrics.answers import final_answer, normalize_answer
 from collapsediag.metrics.format import TagFormat
 from collapsediag.metrics.format_json import JsonFormat, ToolFormat
 from collapsediag.metrics.tool_parsers import result_is_error, split_output
+from collapsediag.plain_text import printable
 from collapsediag.readers import SOURCES, read_rollouts
 from collapsediag.report.page import page_html
 from collapsediag.report.payload import scored_payload, series_payload

@@ -40,6 +40,29 @@ def test_a_look_alike_that_explains_nothing_here_is_news_of_its_own() -> None:
     assert "Rule out first" not in headline
 
 
+def test_an_abbreviation_keeps_its_capitals_inside_a_sentence() -> None:
+    found = [
+        cd.Finding(check="mi_saturation", status="warning", title="MI at its bound"),
+        cd.Finding(check="format_loss", status="warning", title="Format loss"),
+        cd.Finding(check="tool_use_collapse", status="critical", title="Tool-use collapse"),
+    ]
+    headline = cd.Verdict(findings=tuple(found), n_steps=1, n_scored=0).headline
+    assert "Also: MI at its bound; format loss." in headline
+
+
+def test_the_name_of_an_environment_cannot_write_to_the_terminal() -> None:
+    evil = "a\x1b[31m\u202eb"
+    rewards = [1.0] * 5 + [0.1] * 5
+    verdict = cd.judge(
+        Record(step=i, values={f"env/{evil}/reward/mean": r, "env/b/reward/mean": 1.0, "reward/mean": 1.0})
+        for i, r in enumerate(rewards)
+    )
+    assert verdict["environment_collapse"].is_alarm
+    for said in (verdict.headline, *verdict_lines(verdict, every=True), sentence(verdict["environment_collapse"])):
+        assert said.isprintable()
+    assert "a\\x1b[31m\\u202eb" in verdict.headline.lower()
+
+
 def test_a_silent_verdict_says_what_was_checked() -> None:
     verdict = falling(*[2.0] * 8)
     assert verdict_lines(verdict, width=1000) == [verdict.headline]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from collapsediag.console import ConsoleSink, printable, retrieval_bar, summary_lines
+from collapsediag.console import ConsoleSink, retrieval_bar, summary_lines
+from collapsediag.plain_text import printable
 from collapsediag.record import Record
 from collapsediag.run_folder import read_records
 from collapsediag.sinks import FanOut, JsonlSink, Sink

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 
 from collapsediag import __version__
-from collapsediag.console import printable
 from collapsediag.errors import CollapsediagError
+from collapsediag.plain_text import printable
 
 EXIT_FINE, EXIT_FINDING, EXIT_INPUT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 

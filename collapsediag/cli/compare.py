@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from collapsediag.console import number, printable
 from collapsediag.errors import SettingsError
 from collapsediag.findings.across_runs import Comparison, Correlation, compare_runs
+from collapsediag.plain_text import number, printable
 from collapsediag.run_folder import read_records
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import getpass
 import socket
 from pathlib import Path
 
-from collapsediag.console import printable
 from collapsediag.errors import RunFolderError
+from collapsediag.plain_text import printable
 
 DEFAULT_PORT = 8611
 

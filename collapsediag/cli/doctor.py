@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from collapsediag import __version__
-from collapsediag.console import printable
 from collapsediag.errors import SettingsError
+from collapsediag.plain_text import printable
 
 DISTRIBUTION = "collapsediag"
 DEVELOPMENT_EXTRAS = ("test", "docs")

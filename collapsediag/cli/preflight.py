@@ -12,9 +12,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches, finite, require_tokenizer
-from collapsediag.console import number, printable
 from collapsediag.errors import ReaderError
 from collapsediag.matrix import LogLikelihoodMatrix
+from collapsediag.plain_text import number, printable
 from collapsediag.preflight import PreflightReport, preflight
 from collapsediag.rollouts import RolloutBatch
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from collapsediag.console import printable
 from collapsediag.errors import MetricError, RunFolderError, SettingsError
 from collapsediag.findings.across_runs import compare_runs
+from collapsediag.plain_text import printable
 from collapsediag.report import page_html, scored_payload, series_payload
 from collapsediag.run_folder import read_records
 

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches, finite, require_tokenizer
 from collapsediag.cli.score_progress import ProgressScorer
-from collapsediag.console import printable, summary_lines
+from collapsediag.console import summary_lines
 from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.findings import judge
 from collapsediag.findings.words import verdict_lines
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import NAMESPACES, DropReason, PairSettings
+from collapsediag.plain_text import printable
 from collapsediag.record import Provenance, Record
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.run_folder import METRICS_FILE, RUN_FILE, check_writable, read_records, read_run

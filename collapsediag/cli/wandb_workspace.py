@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from collapsediag.console import printable
+from collapsediag.plain_text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

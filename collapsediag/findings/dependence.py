@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from collapsediag.findings.facts import Facts, Wording, of_episodes, skipped, too_few
 from collapsediag.findings.finding import RANK, Finding, Status
-from collapsediag.findings.regime import DRAWS, Dependence, RegimeName, RegimeStep, dependences
+from collapsediag.findings.regime import Dependence, RegimeName, RegimeStep, dependences
 from collapsediag.findings.series import high_episodes
-from collapsediag.findings.words import measured, number
+from collapsediag.findings.words import measured
+from collapsediag.turn_cuts import DRAWS
 
 NO_MATRIX = "no scored matrix"
 
@@ -110,12 +111,12 @@ def _title(words: Wording, steps: list[RegimeStep], name: RegimeName, status: St
 
 def _evidence(point: Dependence, start: Sequence[Dependence]) -> str:
     text = (
-        f"Retrieval accuracy {measured(point.accuracy, point.interval)}, chance {number(point.chance)}, "
-        f"at the start {number(_mean([p.accuracy for p in start]))}"
+        f"Retrieval accuracy {measured(point.accuracy, point.interval)}, chance {measured(point.chance)}, "
+        f"at the start {measured(_mean([p.accuracy for p in start]))}"
     )
     entropies = [p.entropy for p in start if p.entropy is not None]
     if point.entropy is not None and entropies:
-        text += f"; H(Z|X) {number(point.entropy)} nats/token, at the start {number(_mean(entropies))}"
+        text += f"; H(Z|X) {measured(point.entropy)} nats/token, at the start {measured(_mean(entropies))}"
     return f"{text}."
 
 
@@ -126,7 +127,7 @@ def _mean(values: Sequence[float]) -> float:
 def _next(facts: Facts, words: Wording) -> str:
     spread = facts.last("reward/variance_spread")
     if words is _TEMPLATE and spread is not None:
-        return f"Then look at the spread of reward variance ({number(spread)})."
+        return f"Then look at the spread of reward variance ({measured(spread)})."
     return words.next
 
 

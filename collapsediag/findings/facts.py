@@ -10,11 +10,12 @@ from functools import cached_property
 import numpy as np
 
 from collapsediag.findings.finding import Finding, Status
-from collapsediag.findings.regime import DRAWS, RegimeStep, regimes
+from collapsediag.findings.regime import RegimeStep, regimes
 from collapsediag.findings.series import Episodes, Series, high_episodes, low_episodes, series_of
 from collapsediag.findings.settings import FindingSettings
-from collapsediag.findings.words import measured, number
+from collapsediag.findings.words import measured
 from collapsediag.record import Record
+from collapsediag.turn_cuts import DRAWS
 
 # How many traces a finding names.
 SHOWN = 3
@@ -131,7 +132,7 @@ def fallen(
         return skipped(words.check, words.title, missing, is_lookalike=words.is_lookalike)
     episodes = low_episodes(series, low, settings, floor=floor)
     if episodes.baseline is None or episodes.baseline <= floor:
-        missing = f"{words.what} {number(episodes.baseline or 0.0)} at the start"
+        missing = f"{words.what} {measured(episodes.baseline or 0.0)} at the start"
         return skipped(words.check, words.title, missing, is_lookalike=words.is_lookalike)
     grave = episodes.ratio is not None and episodes.ratio < critical
     return of_episodes(words, episodes, "critical" if grave else "warning")
@@ -159,7 +160,7 @@ def of_episodes(words: Wording, episodes: Episodes, status: Status) -> Finding:
         title, said = words.ok, "ok"
         if earlier is not None:
             title, said = f"{words.title} from step {earlier[0]} to {earlier[1]}, over since", "info"
-    start = f", at the start {number(episodes.baseline)}" if episodes.baseline is not None else ""
+    start = f", at the start {measured(episodes.baseline)}" if episodes.baseline is not None else ""
     interval = series.intervals[-1]
     return Finding(
         check=words.check,

@@ -9,7 +9,7 @@ import re
 from collapsediag.findings.facts import Facts, Wording, fallen, of_episodes, risen, skipped, too_few
 from collapsediag.findings.finding import Finding
 from collapsediag.findings.series import Episodes, Series, baselines, low_episodes, sustained
-from collapsediag.findings.words import measured, number
+from collapsediag.findings.words import measured
 
 MIN_LARGE_K = 4
 # What is followed in each environment, and what it is called.
@@ -64,7 +64,7 @@ def all_equal_groups(facts: Facts) -> Finding:
         said = f"Share of groups with equal rewards {measured(series.last, series.intervals[-1])}"
         return Finding(
             check=words.check, status="info", title="Groups are too small", metric=series.name, value=series.last,
-            interval=series.intervals[-1], evidence=f"{said}, by chance alone {number(expected_S[-1])}.",
+            interval=series.intervals[-1], evidence=f"{said}, by chance alone {measured(expected_S[-1])}.",
             meaning="At this group size and success rate equal rewards are the rule, whatever the policy does.",
             next="Draw larger groups.",
         )  # fmt: skip
@@ -76,7 +76,7 @@ def all_equal_groups(facts: Facts) -> Finding:
     if finding.status == "skipped":
         return finding
     chance = (
-        f"by chance alone {number(expected_S[-1])}"
+        f"by chance alone {measured(expected_S[-1])}"
         if expected_S[-1] >= 0
         else "by chance not known (no success labels)"
     )
@@ -113,7 +113,7 @@ def pass_at_k_narrowing(facts: Facts) -> Finding:
         return skipped(words.check, words.title, too_few(settings.n_needed))
     finding = of_episodes(dataclasses.replace(words, what=f"pass@{k}"), _narrowing(facts, one, large), "warning")
     start = baselines(one.values, settings)[-1] or 0.0
-    gain = f"pass@1 {measured(one.last, one.intervals[-1])}, at the start {number(start)}"
+    gain = f"pass@1 {measured(one.last, one.intervals[-1])}, at the start {measured(start)}"
     return dataclasses.replace(finding, evidence=f"{finding.evidence[:-1]}; {gain}.")
 
 
@@ -154,7 +154,7 @@ def environment_collapse(facts: Facts) -> Finding:
     if not collapsed:
         return Finding(check=check, status="ok", title=f"All {len(names)} environments hold")
     environment, what, low, pooled = collapsed[0]
-    mean = f" over all environments {number(pooled.last)}" if len(pooled) else ""
+    mean = f" over all environments {measured(pooled.last)}" if len(pooled) else ""
     return Finding(
         check=check,
         status="warning",
@@ -167,7 +167,7 @@ def environment_collapse(facts: Facts) -> Finding:
         n_steps=low.n_steps,
         n_clear=low.n_clear,
         evidence=f"Its {what} {measured(low.series.last, low.series.intervals[-1])}, at the start "
-        f"{number(low.baseline or 0.0)}{';' if mean else ''}{mean}.",
+        f"{measured(low.baseline or 0.0)}{';' if mean else ''}{mean}.",
         meaning="The other environments make up for it in the mean."
         + (
             f" Also: {', '.join(dict.fromkeys(f'{e} ({w})' for e, w, _, _ in collapsed[1:]))}." if collapsed[1:] else ""

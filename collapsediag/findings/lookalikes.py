@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from collapsediag.findings.facts import Facts, Wording, risen, skipped
 from collapsediag.findings.finding import RANK, Finding, Status
-from collapsediag.findings.regime import DRAWS, dependences
-from collapsediag.findings.words import counted, measured, number
+from collapsediag.findings.regime import dependences
+from collapsediag.findings.words import counted, measured
+from collapsediag.turn_cuts import DRAWS
 
 # The note of a record whose groups hold several prompts; see `pairs`.
 SPLIT_GROUPS = re.compile(r"^(\d+) of (\d+) groups have more than one distinct context")
@@ -54,7 +55,7 @@ def _chance_from_the_start(facts: Facts, draw: str) -> Finding:
         since_step=steps[0].step if still else None,
         n_steps=leading if still else None,
         traces=facts.traces(draw) if still else (),
-        evidence=f"Retrieval accuracy {measured(point.accuracy, point.interval)}, chance {number(point.chance)}"
+        evidence=f"Retrieval accuracy {measured(point.accuracy, point.interval)}, chance {measured(point.chance)}"
         f"{early}.",
         meaning=_CHANCE.meaning if still else "",
         next=_CHANCE.next if still else "",

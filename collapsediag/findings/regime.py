@@ -19,8 +19,6 @@ from collapsediag.record import Record
 
 RegimeName = Literal["diverse reasoning", "template collapse", "compressed reasoning", "low-entropy collapse"]
 
-# Draws of turns in the order in which they are judged.
-DRAWS = {"first_turn": "first turn", "trajectory": "one turn per trajectory", "turn": "all turns"}
 # At total collapse every row is one tie: accuracy, its interval and chance are the same 1/P, up to a rounding each.
 CHANCE_SLACK = 1e-9
 

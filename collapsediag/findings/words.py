@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collapsediag.findings.finding import Finding, Verdict
+from collapsediag.findings.finding import RANK, Finding, Verdict
+from collapsediag.plain_text import number, printable
 
 WIDTH = 100
+DIGITS = 3
 _SIGNAL = ("reward_variance_cliff", "all_equal_groups", "pass_at_k_narrowing")
 # Which findings a look-alike could be the true cause of. Beside any other it is news of its own.
 EXPLAINS = {
@@ -19,22 +19,14 @@ EXPLAINS = {
 }
 
 
-def number(value: float) -> str:
-    """Three significant digits, without a needless exponent.
-
-    >>> number(0.125), number(1234.5), number(3.0)
-    ('0.125', '1234', '3')
-    """
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def measured(value: float, interval: tuple[float, float] | None = None) -> str:
-    """A number with its interval.
+    """A number to three digits, with its interval.
 
-    >>> measured(0.15, (0.11, 0.2))
-    '0.15 [0.11, 0.2]'
+    >>> measured(0.15, (0.11, 0.2)), measured(0.12345)
+    ('0.15 [0.11, 0.2]', '0.123')
     """
-    return number(value) + ("" if interval is None else f" [{number(interval[0])}, {number(interval[1])}]")
+    said = [number(v, DIGITS) for v in (value, *(interval or ()))]
+    return said[0] + (f" [{said[1]}, {said[2]}]" if interval else "")
 
 
 def counted(n: int, noun: str) -> str:
@@ -47,7 +39,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def sentence(finding: Finding) -> str:
-    """One finding as a paragraph: what, since when, the numbers, what they mean."""
+    """One finding as a paragraph: what, since when, the numbers, what they mean. Safe to print."""
     if finding.status == "skipped":
         return f"{finding.check}: skipped, {finding.missing}."
     opening = finding.title.upper() if finding.is_alarm and not finding.is_lookalike else finding.title
@@ -58,13 +50,14 @@ def sentence(finding: Finding) -> str:
             meaning = f"Not seen in the last {counted(finding.n_clear, 'measured step')}, too few to call it over."
         elif finding.n_steps is not None:
             opening += f" ({counted(finding.n_steps, 'measured step')} in a row)"
-    return " ".join(part for part in (f"{opening}.", finding.evidence, meaning) if part)
+    # A title or a number may name an environment, and data chose that name.
+    return printable(" ".join(part for part in (f"{opening}.", finding.evidence, meaning) if part))
 
 
 def headline(verdict: Verdict) -> str:
-    """The verdict as a paragraph. It always says how many checks ran and what was missing for the others."""
+    """The verdict as a paragraph, safe to print: how many checks ran and what was missing for the others, always."""
     parts = []
-    shown = _shown(verdict)
+    shown = lead(verdict)
     if shown is not None:
         others = [f for f in verdict.alarms if f is not shown]
         first = [f for f in others if shown.check in EXPLAINS.get(f.check, ())]
@@ -74,21 +67,25 @@ def headline(verdict: Verdict) -> str:
         parts.append(sentence(shown))
         if also:
             parts.append(f"Also: {'; '.join(_lowered(f.title) for f in also)}.")
-    elif any(f.status != "skipped" for f in verdict.findings):
-        parts.append("No sign of collapse in what was checked.")
     else:
-        parts.append("Nothing could be checked.")
+        parts.append(f"{calm(verdict)}.")
     parts.append(counts(verdict))
     if shown is not None:
         reading = f"Read traces {', '.join(map(str, shown.traces))} side by side." if len(shown.traces) > 1 else ""
         parts.extend(part for part in (reading, shown.next) if part)
-    return " ".join(parts)
+    return printable(" ".join(parts))
 
 
-def _shown(verdict: Verdict) -> Finding | None:
-    """The finding that the headline tells: the gravest that is no look-alike, else the first of those."""
+def lead(verdict: Verdict) -> Finding | None:
+    """The finding that a verdict is about: the gravest that is no look-alike, else the first of those."""
     alarms = verdict.alarms
     return next((f for f in alarms if not f.is_lookalike), alarms[0] if alarms else None)
+
+
+def calm(verdict: Verdict) -> str:
+    """What there is to say where nothing was found."""
+    is_blank = len(verdict.skipped) == len(verdict.findings)
+    return "Nothing could be checked" if is_blank else "No sign of collapse in what was checked"
 
 
 def counts(verdict: Verdict) -> str:
@@ -104,7 +101,8 @@ def counts(verdict: Verdict) -> str:
 
 
 def _lowered(title: str) -> str:
-    return title[:1].lower() + title[1:]
+    """A title inside a sentence; an abbreviation keeps its capitals."""
+    return title[:1].lower() + title[1:] if title[1:2].islower() else title
 
 
 def verdict_lines(verdict: Verdict, *, width: int = WIDTH, every: bool = False) -> list[str]:
@@ -115,8 +113,8 @@ def verdict_lines(verdict: Verdict, *, width: int = WIDTH, every: bool = False) 
     lines = textwrap.wrap(headline(verdict), width)
     if verdict.regime is not None:
         lines.append(f"Regime at the last scored step ({verdict.last_scored_step}): {verdict.regime}.")
-    told = _shown(verdict)
-    order = sorted(verdict.findings, key=lambda f: (not f.is_lookalike, *_grave_first(f)))
+    told = lead(verdict)
+    order = sorted(verdict.findings, key=lambda f: (not f.is_lookalike, -RANK[f.status]))
     for finding in order:
         if not every and (finding.status in ("ok", "skipped") or finding is told):
             continue
@@ -128,9 +126,3 @@ def verdict_lines(verdict: Verdict, *, width: int = WIDTH, every: bool = False) 
         mark = f"{finding.status:>8}  "
         lines += textwrap.wrap(said, width, initial_indent=mark, subsequent_indent=" " * len(mark))
     return lines
-
-
-def _grave_first(finding: Finding) -> tuple[int]:
-    from collapsediag.findings.finding import RANK
-
-    return (-RANK[finding.status],)

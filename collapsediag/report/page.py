@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from collapsediag.console import printable
+from collapsediag.plain_text import printable
 
 # Concatenated in this order into one script.
 SCRIPTS = (

@@ -51,7 +51,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collapsediag.console import NAMESPACES
 from collapsediag.errors import CollapsediagError, RunFolderError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.matrix_image import pointwise_mi_NP
@@ -60,6 +59,7 @@ from collapsediag.record import Record
 from collapsediag.report.charts import chart_names, charts_json
 from collapsediag.report.judgement import regime_map, verdict_payload
 from collapsediag.run_folder import matrix_name, read_matrix, read_records, read_run, read_traces
+from collapsediag.turn_cuts import DRAWS
 
 logger = logging.getLogger("collapsediag")
 
@@ -99,7 +99,7 @@ def series_payload(
         "reasons": _reasons(chart_names(draws), columns, not_measured),
         "failed": [[record.step, record.reason or "no reason given"] for record in records if record.status != "ok"],
         "notes": list(dict.fromkeys(note for record in records for note in record.notes)),
-        "draws": {draw: NAMESPACES[draw] for draw in draws},
+        "draws": {draw: DRAWS[draw] for draw in draws},
         "environments": list(dict.fromkeys(m[1] for column in columns if (m := _ENVIRONMENT.match(column)))),
         "charts": charts_json(columns),
         "verdict": verdict_payload(records, _last_traces(run, steps_scored)),
@@ -122,7 +122,7 @@ def scored_payload(run: str | os.PathLike[str], step: int) -> dict[str, Any]:
     """
     lines = _traces_or_none(run, step)
     matrices: dict[str, LogLikelihoodMatrix | str] = {}
-    for draw in NAMESPACES:
+    for draw in DRAWS:
         if (Path(run) / "matrices" / matrix_name(step, draw)).exists():
             matrices[draw] = _matrix_or_reason(run, step, draw)
     for line in lines:
@@ -164,8 +164,8 @@ def _rounded(value: float) -> float:
 
 
 def _draws(columns: Iterable[str]) -> list[str]:
-    found = [draw for draw in NAMESPACES if any(name.startswith(f"collapse_{draw}_sample/") for name in columns)]
-    return found or [next(iter(NAMESPACES))]
+    found = [draw for draw in DRAWS if any(name.startswith(f"collapse_{draw}_sample/") for name in columns)]
+    return found or [next(iter(DRAWS))]
 
 
 def _info(columns: Iterable[str]) -> dict[str, Any]:

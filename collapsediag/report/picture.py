@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from collapsediag._optional import require
-from collapsediag.console import printable
+from collapsediag.plain_text import printable
 from collapsediag.report.picture_panels import draw_chart, draw_map
 
 # Inches: the width of a printed page between its margins.
