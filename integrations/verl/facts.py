@@ -104,13 +104,18 @@ def limits_of(config: Any, facts: ModelFacts) -> Limits:
     )
 
 
-def contract_of(trainer: Any) -> Contract:
-    """How this trainer's workers are asked, by veRL's version and its choice of workers."""
+def has_engine_workers(config: Any) -> bool:
+    """Whether the workers of this veRL and config speak TensorDict: 0.8 on, and 0.7 where told to."""
     import verl
 
     version = tuple(int(n) for n in re.findall(r"\d+", verl.__version__)[:2])
-    chosen = trainer.config.trainer.get("use_legacy_worker_impl", "auto")
-    if version >= (0, 8) or (version == (0, 7) and chosen == "disable"):
+    chosen = config.trainer.get("use_legacy_worker_impl", "auto")
+    return version >= (0, 8) or (version == (0, 7) and chosen == "disable")
+
+
+def contract_of(trainer: Any) -> Contract:
+    """How this trainer's workers are asked, row by row."""
+    if has_engine_workers(trainer.config):
         return score_tensordict
     pad = trainer.tokenizer.pad_token_id
     return ScoreDataProto(pad_token=0 if pad is None else int(pad))

@@ -25,6 +25,7 @@ from collapsediag.integrations.verl.facts import (
     check_config,
     contract_of,
     first_of_note,
+    has_engine_workers,
     lasting_notes,
     lasting_refusal,
     limits_of,
@@ -134,6 +135,10 @@ class CollapseHook:
         group = trainer.actor_rollout_wg
         scorer: InsideScorer | WorkerScorer
         if settings.share_prefixes:
+            if not has_engine_workers(trainer.config):
+                raise SettingsError(
+                    f"{SECTION}.share_prefixes=true needs the engine workers, which veRL has from 0.8 on."
+                )
             scorer = InsideScorer(group, limits)
         else:
             scorer = WorkerScorer(group, contract_of(trainer), limits, call_tokens=settings.call_tokens)

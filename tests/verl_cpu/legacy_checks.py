@@ -41,12 +41,14 @@ device.set_expandable_segments = lambda on: None
 
 from types import SimpleNamespace
 
+import numpy as np
 from hydra import compose, initialize_config_dir
 from omegaconf import open_dict
-from oracle import furthest, plain_forward, some_pairs
+from oracle import crossed, furthest, plain_forward, some_pairs
 from transformers import AutoTokenizer
 
 from collapsediag.integrations.verl.facts import contract_of
+from collapsediag.integrations.verl.inside import InsideScorer
 from collapsediag.integrations.verl.scorer import Limits, WorkerScorer
 
 
@@ -90,9 +92,16 @@ def main(folder: Path, kind: str, strategy: str, temperature: str = "0.7") -> di
     limits = Limits(temperature=float(temperature), row_tokens=64, micro_batch_tokens=64)
     pairs = some_pairs(folder)
     found = WorkerScorer(group, contract, limits, call_tokens=4096)._log_probs(pairs)
-    difference = furthest(found, plain_forward(folder, pairs, float(temperature)))
+    expected = plain_forward(folder, pairs, float(temperature))
+    difference, inside = furthest(found, expected), None
     assert difference <= 1e-5, difference
+    if kind == "engine":
+        group.execute_with_func_generator = worker.execute_with_func_generator
+        cross, sums = crossed(pairs, expected)
+        inside = float(np.abs(InsideScorer(group, limits).score(cross).logp_NP - sums).max())
+        assert inside <= 1e-4, inside
     return {
+        "inside, of whole traces": inside,
         "verl": verl.__version__,
         "worker": ActorRolloutRefWorker.__module__,
         "contract": getattr(contract, "__name__", type(contract).__name__),

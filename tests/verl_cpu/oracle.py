@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from collapsediag.pairs import ScoringPairs
+
 
 def plain_forward(folder: Path, pairs, temperature: float):
     """The oracle: one unpadded forward a pair, in transformers."""
@@ -31,3 +33,20 @@ def some_pairs(folder: Path, n_contexts: int = 3):
 def furthest(found, expected) -> float:
     assert [len(row) for row in found] == [len(row) for row in expected]
     return max(float(np.abs(np.array(a) - np.array(b)).max()) for a, b in zip(found, expected, strict=True))
+
+
+def crossed(pairs, expected):
+    """(ScoringPairs of all contexts and traces of some pairs, their log-likelihoods [traces][contexts])."""
+    contexts, traces = ([list(ids) for ids in dict.fromkeys(tuple(pair[part]) for pair in pairs)] for part in (0, 1))
+    of_pair = [sum(row) for row in expected]
+    n = len(traces)
+    made = ScoringPairs(
+        contexts=tuple(np.array(x) for x in contexts),
+        traces=tuple(np.array(z) for z in traces),
+        own_N=np.arange(n),
+        group_N=np.arange(n),
+        multiplicity_P=np.ones(len(contexts), dtype=int),
+        rollout_N=np.arange(n),
+        turn_N=np.zeros(n, dtype=int),
+    )
+    return made, np.array([[of_pair[pairs.index((x, z))] for x in contexts] for z in traces])

@@ -14,12 +14,6 @@ from pathlib import Path
 import numpy as np
 import ray
 
-
-def distinct(part: int, pairs):
-    """Contexts (part 0) or traces (1) of some pairs, each once."""
-    return [list(ids) for ids in dict.fromkeys(tuple(pair[part]) for pair in pairs)]
-
-
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     ray.init(
@@ -31,14 +25,13 @@ if __name__ == "__main__":
         log_to_driver=False,
     )
     from engine_checks import config_of
-    from oracle import furthest, plain_forward, some_pairs
+    from oracle import crossed, furthest, plain_forward, some_pairs
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     from collapsediag.errors import ScoringError
     from collapsediag.integrations.verl.inside import InsideScorer
     from collapsediag.integrations.verl.scorer import Limits, WorkerScorer, ranks_of, score_tensordict
-    from collapsediag.pairs import ScoringPairs
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name, None)
@@ -64,23 +57,12 @@ if __name__ == "__main__":
     except ScoringError as error:
         said["refused"] = str(error)
     said["after it"] = furthest(scorer._log_probs(pairs), expected)
-    contexts, traces = distinct(0, pairs), distinct(1, pairs)
-    of_pair = [sum(row) for row in expected]
-    sums = [[of_pair[pairs.index((x, z))] for x in contexts] for z in traces]
-    crossed = ScoringPairs(
-        contexts=tuple(np.array(x) for x in contexts),
-        traces=tuple(np.array(z) for z in traces),
-        own_N=np.arange(3),
-        group_N=np.arange(3),
-        multiplicity_P=np.ones(3, dtype=int),
-        rollout_N=np.arange(3),
-        turn_N=np.zeros(3, dtype=int),
-    )
+    cross, sums = crossed(pairs, expected)
     try:
-        InsideScorer(group, dataclasses.replace(limits, temperature=-1.0)).score(crossed)
+        InsideScorer(group, dataclasses.replace(limits, temperature=-1.0)).score(cross)
     except ScoringError as error:
         said["failed inside"] = str(error)
-    inside = InsideScorer(group, limits).score(crossed).logp_NP
-    said["inside"] = float(np.abs(inside - np.array(sums)).max())
+    inside = InsideScorer(group, limits).score(cross).logp_NP
+    said["inside"] = float(np.abs(inside - sums).max())
     said["after all"] = furthest(scorer._log_probs(pairs), expected)
     print("RESULT " + json.dumps(said))
