@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from collapsediag.cli.report import build_page
+from collapsediag.record import Record
+from collapsediag.run_folder import RunStore
 
 from .chromium import Chromium, chromium, needs_chromium
 from .report_runs import write_run
@@ -265,6 +267,17 @@ def test_hostile_texts_execute_nothing_and_can_be_read(browser: Chromium, folder
     assert browser.evaluate("document.querySelectorAll('img, iframe, a[href^=javascript]').length") == 0
     assert browser.evaluate("[window.pwned ?? null, document.title]") == [None, "hostile"]
     assert browser.requests() == [page]
+    assert browser.problems() == []
+
+
+def test_numbers_too_large_to_be_counted_up_and_a_state_that_clears(browser: Chromium, folder: Path) -> None:
+    with RunStore(folder / "large") as store:
+        for step, calls in enumerate([2.0] * 5 + [0.0] * 3 + [2.0] * 2):
+            store.append(Record(step=step, values={"reward/mean": 1e17, "tools/calls_per_rollout": calls}))
+    browser.open(written(folder / "large.html", build_page([str(folder / "large")])))
+    assert "mean 100\u202f000" in told(browser, "reward")
+    since = "step 5; not seen in the last 2 measured steps, too few to call it over"
+    assert since in text(browser, ".answers")
     assert browser.problems() == []
 
 

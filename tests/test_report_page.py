@@ -183,6 +183,11 @@ def test_a_page_that_would_be_too_large_keeps_evenly_spaced_steps_and_the_last()
     assert MAX_BYTES * 0.6 < len(page) <= MAX_BYTES
 
 
+def test_a_series_that_is_too_large_alone_is_written_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collapsediag.report.page.MAX_BYTES", 0)
+    assert Parts(page_html([])).data("series")["runs"] == []
+
+
 def test_the_command_writes_a_page_of_several_runs(folder: Path, tmp_path: Path, capsys: Any) -> None:
     other = write_run(tmp_path / "run", reward=0.8)
     third = write_run(tmp_path / "c", reward=0.2)

@@ -139,6 +139,15 @@ def test_of_too_many_rows_the_sampled_ones_stay(tmp_path: Path) -> None:
     assert drawn["own"] == sorted(drawn["own"])
 
 
+def test_more_sampled_rows_than_are_drawn_are_all_drawn(tmp_path: Path) -> None:
+    n = MAX_ROWS + 10
+    own_N = np.arange(n) % 2
+    matrix = LogLikelihoodMatrix(logp_NP=np.full((n, 2), -1.0), length_N=np.ones(n, dtype=int), own_N=own_N)
+    kept = tuple(sample(row=row, own=int(own_N[row])) for row in range(MAX_ROWS + 5))
+    drawn = scored_payload(store_one(tmp_path / "run", matrix, kept), 3)["draws"]["turn"]
+    assert sorted(drawn["rows"]) == list(range(MAX_ROWS + 5))
+
+
 def test_ties_are_counted_and_long_texts_lose_their_middle(tmp_path: Path) -> None:
     matrix = LogLikelihoodMatrix(logp_NP=[[-1.0, -1.0]], length_N=[1], own_N=[0])
     long = "a" * MAX_CHARACTERS + "b" * MAX_CHARACTERS
@@ -159,6 +168,20 @@ def test_a_damaged_matrix_costs_its_picture_alone(folder: Path, tmp_path: Path) 
     assert len(scored["traces"]) == 64
     (run / "matrices" / "000000080-first_turn.npz").unlink()
     assert scored_payload(run, 80)["draws"]["first_turn"] == {"missing": "its matrix is not in the run folder"}
+
+
+def test_files_of_another_make_beside_ours_cost_nothing(folder: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for name in ("12.json", "\u00b2.jsonl", "000000080.jsonl.tmp", "7-x.npz.tmp", "x"):
+        (run / "traces" / name).touch()
+        (run / "matrices" / name).touch()
+    assert series_payload(run)["scored_steps"] == series_payload(folder)["scored_steps"]
+    # The least that a line of traces must hold.
+    lines = [json.dumps({"namespace": "first_turn", "row": 1, "own": 0, "best": 1, "logp_P": [-2.0, -1.0]})]
+    (run / "traces" / "000000080.jsonl").write_text("\n".join(lines))
+    lead = next(f for f in series_payload(run)["verdict"]["findings"] if f["check"] == "template_collapse")
+    assert lead["traces"] == [1]
+    assert [trace["length"] for trace in scored_payload(run, 80)["traces"]] == [None]
 
 
 def test_a_run_without_records_is_an_error(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def page_html(
     comparison: `Comparison.to_json()` of the runs, for several.
     live: the page holds no scored steps, asks its server for them, and follows `series.json`.
 
-    >>> "fetch" in page_html([], live=True)
-    True
+    >>> "connect-src 'self'" in page_html([], live=True), "connect-src 'self'" in page_html([])
+    (True, False)
     """
     script = "".join(("(()=>{'use strict';\n", *(_asset(name) for name in SCRIPTS), "})();\n"))
     style = _asset("style.css")
@@ -88,7 +88,7 @@ def _fitting(scored: Sequence[Sequence[Mapping[str, Any]]], limit: int) -> list[
     """The scored steps as blocks; of the run with the most, every other one while all of them would be too large."""
     blocks = [[_block(f"scored-{run}-{one['step']}", one) for one in steps] for run, steps in enumerate(scored)]
     while sum(len(block) for run in blocks for block in run) > limit:
-        longest = max(blocks, key=len)
+        longest = max(blocks, key=len, default=[])
         if len(longest) < 2:
             break
         # Counted from the last step, which stays: it is what the verdict is about.

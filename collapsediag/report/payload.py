@@ -67,7 +67,7 @@ MAX_ROWS = 1024
 # A text that is longer loses its middle: the beginning says what it is about, the end what came of it.
 MAX_CHARACTERS = 20_000
 MAX_TOKENS = 4_000
-_MATRIX_FILE = re.compile(r"^(\d+)-(\w+)\.npz$")
+_STEP_FILE = re.compile(r"([0-9]+)(-\w+\.npz|\.jsonl)")
 _ENVIRONMENT = re.compile(r"^env/([^/]+)/")
 _ABOUT = ("model", "tokenizer", "device", "dtype", "versions", "created")
 
@@ -110,8 +110,8 @@ def series_payload(
 
 def scored_steps(run: str | os.PathLike[str], records: Sequence[Record]) -> list[int]:
     """Recorded steps that have a matrix or traces on disk."""
-    held = {int(m[1]) for m in map(_MATRIX_FILE.match, _listing(Path(run) / "matrices")) if m}
-    held |= {int(file.removesuffix(".jsonl")) for file in _listing(Path(run) / "traces") if file[:-6].isdigit()}
+    names = [file.name for folder in ("matrices", "traces") for file in (Path(run) / folder).glob("*")]
+    held = {int(m[1]) for m in map(_STEP_FILE.fullmatch, names) if m}
     return [record.step for record in records if record.step in held]
 
 
@@ -140,13 +140,6 @@ def scored_payload(run: str | os.PathLike[str], step: int) -> dict[str, Any]:
             index = usable.get(int(line["row"]))
             traces.append(_trace(line, None if index is None else pmi_NP[index], contexts))
     return {"step": step, "draws": draws, "contexts": list(contexts), "traces": traces}
-
-
-def _listing(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
 
 
 def _columns(records: Sequence[Record]) -> dict[str, list[float | None]]:
@@ -248,7 +241,7 @@ def _drawn_matrix(
     order = np.argsort(own_N, kind="stable")
     if order.size > MAX_ROWS:
         is_kept = np.isin(usable[order], list(kept))
-        spaced = np.linspace(0, order.size - 1, MAX_ROWS - int(is_kept.sum())).round().astype(np.int64)
+        spaced = np.linspace(0, order.size - 1, max(0, MAX_ROWS - int(is_kept.sum()))).round().astype(np.int64)
         is_kept[spaced] = True
         order = order[is_kept]
     limit = float(np.log(matrix.n_contexts))

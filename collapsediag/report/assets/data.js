@@ -24,7 +24,6 @@ async function loadSeries() {
     throw new Error('this browser is too old to unpack the data (Chrome 80, Firefox 113 or Safari 16.4 is needed).');
   }
   Object.assign(page, await decoded('series'));
-  if (page.live && !page.runs.length) page.runs = [await fetched('series.json')];
   page.runs.forEach(prepare);
 }
 

@@ -41,9 +41,10 @@ function ticks(low, high, n) {
   const raw = (high - low || 1) / n;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find(factor => raw / power <= factor * 1.0001);
-  const found = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(Number((k * step).toPrecision(12)));
-  return found;
+  const first = Math.ceil(low / step - 1e-9);
+  // Counted: where numbers are so large that one more changes nothing, a loop up to `high` would not end.
+  const found = Array.from({ length: n + 2 }, (_, i) => (first + i) * step).filter(value => value <= high + step * 1e-9);
+  return found.map(value => Number(value.toPrecision(12)));
 }
 
 const stepTicks = (low, high, n) => ticks(low, high, n).filter(Number.isInteger);
