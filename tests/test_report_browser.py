@@ -276,8 +276,8 @@ def test_numbers_too_large_to_be_counted_up_and_a_state_that_clears(browser: Chr
             store.append(Record(step=step, values={"reward/mean": 1e17, "tools/calls_per_rollout": calls}))
     browser.open(written(folder / "large.html", build_page([str(folder / "large")])))
     assert "mean 100\u202f000" in told(browser, "reward")
-    since = "step 5; not seen in the last 2 measured steps, too few to call it over"
-    assert since in text(browser, ".answers")
+    assert text(browser, ".lead").endswith(" Not seen in the last 2 measured steps, too few to call it over.")
+    assert text(browser, ".answers dd") == "step 5"
     assert browser.problems() == []
 
 

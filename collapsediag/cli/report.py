@@ -11,7 +11,6 @@ another, with the rank correlations of their diagnostics. --png draws one run's 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from collapsediag.findings.across_runs import compare_runs
 from collapsediag.plain_text import printable
 from collapsediag.report import page_html, scored_payload, series_payload
 from collapsediag.run_folder import read_records
+from collapsediag.whole_files import replacing
 
 # A page holds no more scored steps than anyone steps through; they are spread evenly over the run.
 MAX_SCORED = 60
@@ -108,11 +108,9 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
 
 
 def write_file(out: Path, content: bytes) -> None:
-    """Write through a temporary name, so that an older file is replaced whole or not at all."""
-    temporary = out.with_name(out.name + ".tmp")
+    """Replace an older file whole or not at all."""
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, out)
+        with replacing(out) as temporary:
+            temporary.write_bytes(content)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise RunFolderError(f"{out} cannot be written ({error.strerror or error}).") from error

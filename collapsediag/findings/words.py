@@ -43,15 +43,19 @@ def sentence(finding: Finding) -> str:
     if finding.status == "skipped":
         return f"{finding.check}: skipped, {finding.missing}."
     opening = finding.title.upper() if finding.is_alarm and not finding.is_lookalike else finding.title
-    meaning = finding.meaning
     if finding.since_step is not None:
         opening += f" since step {finding.since_step}"
-        if finding.n_clear:
-            meaning = f"Not seen in the last {counted(finding.n_clear, 'measured step')}, too few to call it over."
-        elif finding.n_steps is not None:
+        if finding.n_steps is not None and not finding.n_clear:
             opening += f" ({counted(finding.n_steps, 'measured step')} in a row)"
     # A title or a number may name an environment, and data chose that name.
-    return printable(" ".join(part for part in (f"{opening}.", finding.evidence, meaning) if part))
+    return printable(" ".join(part for part in (f"{opening}.", finding.evidence, meaning(finding)) if part))
+
+
+def meaning(finding: Finding) -> str:
+    """What the numbers mean; of a state that no longer shows and is not over yet, just that."""
+    if finding.n_clear:
+        return f"Not seen in the last {counted(finding.n_clear, 'measured step')}, too few to call it over."
+    return finding.meaning
 
 
 def headline(verdict: Verdict) -> str:

@@ -14,7 +14,7 @@ from collapsediag.findings.finding import RANK, Finding, Verdict
 from collapsediag.findings.regime import dependences
 from collapsediag.findings.series import baseline_length
 from collapsediag.findings.settings import FindingSettings
-from collapsediag.findings.words import calm, counts, lead, measured
+from collapsediag.findings.words import calm, counts, lead, meaning, measured
 from collapsediag.plain_text import printable
 from collapsediag.record import Record, TraceSample
 
@@ -108,11 +108,12 @@ def _alarms_first(verdict: Verdict) -> list[Finding]:
 def _finding(finding: Finding) -> dict[str, Any]:
     fields = ("check", "status", "since_step", "n_steps", "n_clear")
     # Words may name an environment, and data chose that name.
-    words = ("title", "evidence", "meaning", "next", "missing")
+    words = ("title", "evidence", "next", "missing")
     value = None if finding.value is None else measured(finding.value, finding.interval)
     return {
         **{name: getattr(finding, name) for name in fields},
         **{name: printable(getattr(finding, name)) for name in words},
+        "meaning": printable(meaning(finding)),
         "metric": None if finding.metric is None else printable(finding.metric),
         "value": value,
         "traces": list(finding.traces),

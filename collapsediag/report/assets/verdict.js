@@ -36,7 +36,7 @@ function answers(one, lead) {
   const rivals = verdict.findings.filter(finding => finding.is_lookalike && ['warning', 'critical'].includes(finding.status) && finding !== lead);
   if (rivals.length) row('Rule out first', rivals.map(finding => finding.title).join('; ') + '.');
   if (lead) {
-    row('Since when', lead.since_step === null ? 'not tied to a step' : `step ${lead.since_step}; ${lastingWords(lead)}`);
+    row('Since when', lead.since_step === null ? 'not tied to a step' : `step ${lead.since_step}${lead.n_clear ? '' : `; ${plural(lead.n_steps, 'measured step')} in a row show it`}`);
     row('How sure', sureWords(lead, verdict.settings.persistence));
     const also = verdict.findings.filter(finding => finding !== lead && !finding.is_lookalike && ['warning', 'critical'].includes(finding.status));
     if (also.length) row('Also', also.map(sinceWords).join('; ') + '.');
@@ -55,12 +55,6 @@ function answers(one, lead) {
 // An abbreviation keeps its capitals.
 const lowered = title => (/^[A-Z][a-z]/.test(title) ? title[0].toLowerCase() + title.slice(1) : title);
 const sinceWords = finding => lowered(finding.title) + (finding.since_step === null ? '' : ` since step ${finding.since_step}`);
-
-// As long as a state is not over, the steps that no longer show it count as its own.
-function lastingWords({ n_steps: steps, n_clear: clear }) {
-  if (clear) return `not seen in the last ${plural(clear, 'measured step')}, too few to call it over`;
-  return `${plural(steps, 'measured step')} in a row ${steps === 1 ? 'shows' : 'show'} it`;
-}
 
 function sureWords(lead, persistence) {
   const named = lead.metric ? lead.metric.replace(/^collapse_\w+_sample\//, '').replaceAll('_', ' ') : null;
