@@ -95,6 +95,7 @@ except cd.errors.ReaderError as error:
     assert mb < 1000
 
 
+@pytest.mark.slow
 def test_a_parquet_row_of_endless_ids_is_refused(tmp_path: Path) -> None:
     arrow = import_or_skip("pyarrow")
     n = 60_000_000
