@@ -208,7 +208,7 @@ def test_bytes_that_never_become_text_do_not_hold_back_the_rest() -> None:
         assert "".join(trace.tokens or ()) == trace.trace
 
 
-def test_a_scorer_without_tokens_says_so_and_one_with_nan_too() -> None:
+def test_a_scorer_without_tokens_says_so_on_a_budget_too() -> None:
     step = planted("healthy", n_contexts=3, group_size=2)
     monitor = Monitor(step.scorer(), every=1, tokenizer=step, on_error="raise")
     for trace in monitor.observe(0, step.batch).traces:

@@ -98,7 +98,7 @@ def command(folder: Path, port: int, *arguments: str, key: str | None = "local-"
     }  # fmt: skip
     if key is not None:
         env["WANDB_API_KEY"] = key
-    line = [sys.executable, "-m", "collapsediag.cli", "wandb-workspace", "team", "proj", *arguments]
+    line = [sys.executable, "-m", "collapsediag", "wandb-workspace", "team", "proj", *arguments]
     return subprocess.run(line, capture_output=True, text=True, env=env, timeout=120, check=False)
 
 
