@@ -11,13 +11,14 @@ another, with the rank correlations of their diagnostics. --png draws one run's 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from collapsediag.errors import MetricError, RunFolderError, SettingsError
 from collapsediag.findings.across_runs import compare_runs
 from collapsediag.plain_text import printable
+from collapsediag.record import Record
 from collapsediag.report import page_html, scored_payload, series_payload
 from collapsediag.run_folder import read_records
 from collapsediag.whole_files import replacing
@@ -62,20 +63,21 @@ def _picture(runs: Sequence[str]) -> bytes:
 
 def build_page(runs: Sequence[str]) -> str:
     """The page of these run folders."""
-    names = short_names(runs)
-    series = [series_payload(run, name=name) for run, name in zip(runs, names, strict=True)]
+    records = [read_records(run) for run in runs]
+    named = list(zip(runs, short_names(runs), records, strict=True))
+    series = [series_payload(run, name=name, records=held) for run, name, held in named]
     scored = [
         [scored_payload(run, step) for step in spread(one["scored_steps"], MAX_SCORED // len(runs) or 1)]
         for run, one in zip(runs, series, strict=True)
     ]
-    return page_html(series, scored, comparison=_comparison(runs, names))
+    return page_html(series, scored, comparison=_comparison({name: held for _, name, held in named}))
 
 
-def _comparison(runs: Sequence[str], names: Sequence[str]) -> dict[str, Any] | None:
-    if len(runs) < 2:
+def _comparison(records: Mapping[str, Sequence[Record]]) -> dict[str, Any] | None:
+    if len(records) < 2:
         return None
     try:
-        return compare_runs({name: read_records(run) for run, name in zip(runs, names, strict=True)}).to_json()
+        return compare_runs(records).to_json()
     except MetricError:
         return None  # no outcome in common: the page says so
 
