@@ -35,6 +35,7 @@ from collapsediag.integrations.verl.settings import VerlSettings, settings_of
         ({"max_traces": 0}, "max_traces must be a whole number from 1 on"),
         ({"token_budget": 0}, "collapsediag.token_budget=0"),
         ({"context_bank": -1}, "collapsediag.context_bank=-1"),
+        ({"time_budget": 2.0}, "time_budget=2.0"),
         ({"dump": True}, "collapsediag.dump=true needs collapsediag.out=FOLDER"),
         (5, "collapsediag=5: a section is needed"),
     ],

@@ -82,6 +82,7 @@ class CollapseHook:
             seed=settings.seed,
             traces_kept=settings.traces_kept,
             context_bank=settings.context_bank,
+            time_budget=settings.time_budget,
         )
         self.close = weakref.finalize(self, self.monitor.close)
         self._window = LogWindow(cast(Logged, settings.logged))

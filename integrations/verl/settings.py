@@ -16,6 +16,7 @@ from collapsediag.cadence import Cadence
 from collapsediag.errors import SettingsError
 from collapsediag.integrations.verl import SECTION
 from collapsediag.pairs import PairSettings
+from collapsediag.time_budget import TimeBudget
 from collapsediag.training.log_window import Logged
 
 Definition = Literal["paper", "ragen"]
@@ -42,7 +43,8 @@ class VerlSettings:
     dump: write the token ids of the rollouts of scored steps to OUT/rollouts, for `collapsediag score`.
     sinks: further sinks by name, "wandb" or "tensorboard:runs/tb"; also sink objects where set in Python.
     logged: what goes into the trainer's log: "charts" (about 25 numbers), "all" or "none".
-    reasoning, open_tag, close_tag, definition, seed, traces_kept, context_bank: as for Monitor.
+    reasoning, open_tag, close_tag, definition, seed, traces_kept, context_bank, time_budget: as for
+        Monitor.
     success_threshold: a reward from here on is a success, where the reward function gives no `acc`.
     max_traces, max_contexts, max_pairs, max_trace_tokens, max_context_tokens: see PairSettings.
     token_budget: tokens that one scored step may cost at most; fewer traces are drawn to keep it.
@@ -66,6 +68,7 @@ class VerlSettings:
     seed: int = 0
     traces_kept: int = 32
     context_bank: int = 0
+    time_budget: float | None = None
     success_threshold: float | None = None
     max_traces: int | None = 64
     max_contexts: int | None = 16
@@ -96,6 +99,8 @@ class VerlSettings:
         if self.dump and self.out is None:
             raise SettingsError(f"{SECTION}.dump=true needs {SECTION}.out=FOLDER, where the rollouts are to go.")
         Cadence(every=self.every)
+        if self.time_budget is not None:
+            TimeBudget(self.time_budget, self.every)
         self.pair_settings()
 
     @property
