@@ -14,6 +14,8 @@ from collapsediag.arrays import plain
 from collapsediag.matrix import LogLikelihoodMatrix
 
 SCHEMA_VERSION = 1
+# Seconds since 1970, in the year 5138: whatever lies beyond was not read off a clock.
+END_OF_TIME = 1e11
 
 Status = Literal["ok", "failed"]
 
@@ -187,6 +189,11 @@ class Record:
         for name in ("values", "not_measured", "dropped", "seconds"):
             if not isinstance(line.get(name, {}), Mapping):
                 raise ValueError(f"not a record: {name} is no object")
+        texts = (*line.get("notes", ()), *line.get("not_measured", {}).values(), line.get("reason") or "")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("not a record: a note or a reason is no text")
+        if not 0 <= (line.get("time") or 0) < END_OF_TIME:
+            raise ValueError("not a record: time is not read off a clock")
         known = ("step", "values", "status", "reason", "not_measured", "dropped", "seconds", "time")
         fields = {name: line[name] for name in known if name in line}
         return cls(notes=tuple(line.get("notes", ())), **fields)

@@ -229,7 +229,7 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunFolderError(f"{path} is not a run folder: it has no {RUN_FILE}.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{file}: cannot be read ({error}).") from error
     version = content.get("schema_version") if isinstance(content, dict) else None
     if not isinstance(version, int):

@@ -64,7 +64,7 @@ def writer_of(run: str | os.PathLike[str]) -> Writer | None:
         return Writer(
             host=str(content["host"]), pid=int(content["pid"]), started=None if started is None else str(started)
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from collapsediag.metrics.registry import find
 from collapsediag.record import Record, TraceSample
 from collapsediag.report import scored_payload, series_payload
 from collapsediag.report.charts import CHARTS, DRAW
+from collapsediag.report.live import LiveRun
 from collapsediag.report.payload import MAX_CHARACTERS, MAX_ROWS
 from collapsediag.run_folder import RunStore, read_matrix, read_records
+from collapsediag.run_writer import writer_of
 
 from .report_runs import write_run
 
@@ -182,6 +185,50 @@ def test_files_of_another_make_beside_ours_cost_nothing(folder: Path, tmp_path: 
     lead = next(f for f in series_payload(run)["verdict"]["findings"] if f["check"] == "template_collapse")
     assert lead["traces"] == [1]
     assert [trace["length"] for trace in scored_payload(run, 80)["traces"]] == [None]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"notes": [math.nan]},
+        {"notes": [[1]]},
+        {"status": "failed", "reason": math.nan},
+        {"not_measured": {"x": [1]}},
+        {"time": "noon"},
+        {"time": math.nan},
+        {"time": 1e300},
+    ],
+    ids=str,
+)
+def test_a_line_that_is_no_record_is_passed_over(tmp_path: Path, line: dict[str, object]) -> None:
+    with RunStore(tmp_path / "run") as store:
+        store.append(Record(step=0, values={"reward/mean": 1.0}))
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as stream:
+        stream.write(json.dumps({"step": 1, "values": {}, **line}) + "\n")
+    series = LiveRun(tmp_path / "run").series()
+    assert series is not None
+    assert json.loads(series.body)["steps"] == series_payload(tmp_path / "run")["steps"] == [0]
+
+
+@pytest.mark.parametrize("created", ["NaN", "1e300", '"yesterday"', "-1"])
+def test_a_date_that_is_none_is_left_out(tmp_path: Path, created: str) -> None:
+    with RunStore(tmp_path / "run") as store:
+        store.append(Record(step=0, values={"reward/mean": 1.0}))
+    (tmp_path / "run" / "run.json").write_text(f'{{"schema_version": 1, "model": ["m"], "created": {created}}}')
+    (tmp_path / "run" / "writer.json").write_text('{"host": "h", "pid": Infinity, "started": null}')
+    series = LiveRun(tmp_path / "run").series()
+    assert series is not None
+    assert json.loads(series.body)["about"] == {"model": "['m']"}
+
+
+def test_files_that_nest_without_end_are_no_run_and_no_writer(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run") as store:
+        store.append(Record(step=0, values={}))
+    (tmp_path / "run" / "writer.json").write_text("[" * 100_000)
+    assert writer_of(tmp_path / "run") is None
+    (tmp_path / "run" / "run.json").write_text("[" * 100_000)
+    with pytest.raises(RunFolderError, match=r"run\.json: cannot be read"):
+        series_payload(tmp_path / "run")
 
 
 def test_a_run_without_records_is_an_error(tmp_path: Path) -> None:

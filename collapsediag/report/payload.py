@@ -3,7 +3,7 @@
 `series_payload(run)` has these keys; every list named after a step has the length of `steps`.
 
     name            the run's name in the page
-    about           model, dtype, device, versions, created (seconds since 1970): what run.json knows
+    about           model, dtype, created (seconds since 1970): those that run.json knows
     steps           all recorded steps, in order
     columns         {metric name: [number or null]}; null where it was not measured at that step
     info            {metric name: {title, unit, bad, description, bounds, needs}}, from the registry
@@ -55,7 +55,7 @@ from collapsediag.errors import CollapsediagError, RunFolderError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.matrix_image import pointwise_mi_NP
 from collapsediag.metrics.registry import canonical_name, find
-from collapsediag.record import Record
+from collapsediag.record import END_OF_TIME, Record
 from collapsediag.report.charts import chart_names, charts_json
 from collapsediag.report.judgement import regime_map, verdict_payload
 from collapsediag.run_folder import matrix_name, read_matrix, read_records, read_run, read_traces
@@ -69,7 +69,6 @@ MAX_CHARACTERS = 20_000
 MAX_TOKENS = 4_000
 _STEP_FILE = re.compile(r"([0-9]+)(-\w+\.npz|\.jsonl)")
 _ENVIRONMENT = re.compile(r"^env/([^/]+)/")
-_ABOUT = ("model", "tokenizer", "device", "dtype", "versions", "created")
 
 
 def series_payload(
@@ -84,14 +83,14 @@ def series_payload(
     records = read_records(run) if records is None else records
     if not records:
         raise RunFolderError(f"{run}: no step has been recorded yet; there is nothing to show.")
-    about = read_run(run)
+    about = _about(run)
     columns = _columns(records)
     draws = _draws(columns)
     not_measured = _not_measured(records)
     steps_scored = scored_steps(run, records)
     return {
         "name": name if name is not None else Path(run).absolute().name,
-        "about": {key: about[key] for key in _ABOUT if about.get(key)},
+        "about": about,
         "steps": [record.step for record in records],
         "columns": columns,
         "info": _info(columns),
@@ -140,6 +139,15 @@ def scored_payload(run: str | os.PathLike[str], step: int) -> dict[str, Any]:
             index = usable.get(int(line["row"]))
             traces.append(_trace(line, None if index is None else pmi_NP[index], contexts))
     return {"step": step, "draws": draws, "contexts": list(contexts), "traces": traces}
+
+
+def _about(run: str | os.PathLike[str]) -> dict[str, Any]:
+    held = read_run(run)
+    about: dict[str, Any] = {name: str(held[name]) for name in ("model", "dtype") if held.get(name)}
+    created = held.get("created")
+    if isinstance(created, (int, float)) and 0 < created < END_OF_TIME:
+        about["created"] = created
+    return about
 
 
 def _columns(records: Sequence[Record]) -> dict[str, list[float | None]]:

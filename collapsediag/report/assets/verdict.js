@@ -20,7 +20,7 @@ function kicker(one) {
   const { about, verdict } = one;
   const scored = `${plural(one.steps.length, 'step')}, ${verdict.n_scored} scored`;
   const when = about.created ? new Date(about.created * 1000).toISOString().slice(0, 10) : null;
-  return [visibleString(one.name), about.model && visibleString(about.model), about.dtype, scored, when].filter(Boolean).join(' \u00b7 ');
+  return [visibleString(one.name), about.model && visibleString(about.model), about.dtype && visibleString(about.dtype), scored, when].filter(Boolean).join(' \u00b7 ');
 }
 
 function calmWords(one) {
