@@ -28,7 +28,10 @@ def verdict(study: Study) -> str:
 
 LIMITS = """**What it cannot say.** One small policy, one task, collapses within a few updates, and MI at its
     bound as long as a run is healthy. Success and reading are lost together in most runs, so that the numbers
-    that track one track both."""
+    that track one track both. The second half is no blind check: both halves were seen while the study was built.
+    `squeezed` was added because the grid held no low-entropy collapse, `template` was lengthened from 30 steps
+    because one run had hardly collapsed by then, and success came to excuse a fall of reward variance
+    (`solved_high`) after a healthy run had raised that alarm."""
 
 
 def _seen(study: Study) -> str:
