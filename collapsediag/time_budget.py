@@ -43,7 +43,7 @@ class TimeBudget:
         if not isinstance(share, (int, float)) or not 0 < share < 1:
             raise SettingsError(
                 f"time_budget={share!r}: scoring's share of the wall time, between 0 and 1, for example 0.02. To score "
-                "each trace under a few other contexts only, give the scorer a budget: BudgetScorer(scorer, others=4)."
+                "each trace under a few other contexts only, give the scorer a budget: BudgetScorer(scorer, k=4)."
             )
         self.share = share
         self.every = every

@@ -147,7 +147,7 @@ def test_asked_for_steps_are_scored_and_counted(clock: Clock) -> None:
 
 @pytest.mark.parametrize("share", [0, 1, 4, -0.1, float("nan"), "2%", None])
 def test_what_is_no_share(share: Any) -> None:
-    with pytest.raises(SettingsError, match=r"between 0 and 1.*BudgetScorer\(scorer, others=4\)"):
+    with pytest.raises(SettingsError, match=r"between 0 and 1.*BudgetScorer\(scorer, k=4\)"):
         TimeBudget(share, every=1)
 
 
