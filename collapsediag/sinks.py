@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from collapsediag.errors import TrackerError
 from collapsediag.main_process import MainProcess
+from collapsediag.plain_text import printable
 from collapsediag.record import Provenance, Record
 from collapsediag.run_folder import RunStore
 
@@ -126,7 +127,8 @@ class FanOut:
             except Exception as error:
                 if self._strict:
                     raise
-                logger.warning("sink %s failed to close: %s: %s", type(sink).__name__, type(error).__name__, error)
+                said = printable(str(error))
+                logger.warning("sink %s failed to close: %s: %s", type(sink).__name__, type(error).__name__, said)
 
     def _call(self, sink: Sink, body: Callable[[], None], limit_s: float) -> None:
         if self._strict or getattr(sink, "in_caller_thread", False):
@@ -138,7 +140,7 @@ class FanOut:
         count = self._failures[id(sink)] = self._failures.get(id(sink), 0) + 1
         name = type(sink).__name__
         if count == 1:
-            logger.warning("sink %s failed: %s: %s", name, type(error).__name__, error)
+            logger.warning("sink %s failed: %s: %s", name, type(error).__name__, printable(str(error)))
         if count >= MAX_SINK_FAILURES:
             self._sinks.remove(sink)
             logger.warning("sink %s failed %d times in a row and is switched off; the others go on", name, count)
