@@ -302,6 +302,11 @@ def _coverage(study: Study) -> str:
     rows = [
         (one.n_contexts, one.group_size, *(f"{one.share[name]:.1%}" for name in INTERVALS)) for one in study.coverages
     ]
+    off = {
+        name: [f"{c.n_contexts} x {c.group_size}" for c in study.coverages if not 0.93 <= c.share[name] <= 0.97]
+        for name in INTERVALS
+    }
+    outside = "; ".join(f"{_name(name)} at {', '.join(cells)}" for name, cells in off.items() if cells) or "none"
     n = study.coverages[0].n
     return f"""## What 95% intervals cover
 
@@ -313,4 +318,6 @@ def _coverage(study: Study) -> str:
 A bootstrap over four groups cannot reach 95%: its percentiles cover 76 to 89% of the same steps. From 4 to 7 prompts
 Student's t over the resampled spread is used instead; from 8 on, percentiles widened for few groups. With 2 or 3
 prompts t would span everything, so the interval is the range of the groups, and covers less than it says; with one
-there is none. Near a bound (MI at log P, retrieval at 1) the quantity is skewed, and 85 to 95% are covered."""
+there is none. Near a bound (MI at log P, retrieval at 1) the quantity is skewed, and 85 to 95% are covered.
+
+Outside 93 to 97% lie {outside}."""
