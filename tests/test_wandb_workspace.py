@@ -99,7 +99,7 @@ def command(folder: Path, port: int, *arguments: str, key: str | None = "local-"
     if key is not None:
         env["WANDB_API_KEY"] = key
     line = [sys.executable, "-m", "collapsediag", "wandb-workspace", "team", "proj", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, env=env, timeout=120, check=False)
+    return subprocess.run(line, capture_output=True, text=True, env=env, timeout=300, check=False)
 
 
 def panels(spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
