@@ -104,8 +104,6 @@ class RunStore:
                 content = b"".join(_json_line(trace.to_json()) for trace in record.traces)
                 _replace(self.path / "traces" / f"{record.step:09d}.jsonl", content)
             _append(stream, line)
-            if self._keep is not None and (record.matrices or record.traces):
-                self._forget(self._keep)
         except RunFolderError:
             raise
         except OSError as error:
@@ -113,6 +111,8 @@ class RunStore:
                 f"{self.path}: step {record.step} could not be written ({error.strerror or error}). Earlier records "
                 "are intact; free space or fix permissions and resume."
             ) from error
+        if self._keep is not None and (record.matrices or record.traces):
+            self._forget(self._keep)
 
     def close(self) -> None:
         """Flush to the disk itself and close. Closing twice is fine."""
@@ -137,7 +137,10 @@ class RunStore:
                 files.setdefault(int(step[0]), []).append(file)
         while len(files) > keep:
             for file in files.pop(step_to_forget(sorted(files))):
-                file.unlink(missing_ok=True)
+                try:
+                    file.unlink(missing_ok=True)
+                except OSError as error:  # the record itself is safe, and that is what counts
+                    logger.warning("%s could not be deleted (%s)", file, error.strerror or error)
 
     def _stream_still_there(self) -> IO[bytes] | None:
         if self._stream is not None and not (self.path / METRICS_FILE).exists():

@@ -235,6 +235,16 @@ def test_matrices_and_traces_of_as_many_steps_as_are_to_be_kept(tmp_path: Path) 
     assert read_matrix(tmp_path, kept[3], "turn").n_traces == matrix().n_traces
 
 
+def test_a_file_that_cannot_be_deleted_costs_no_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunStore(tmp_path, keep=2) as store:
+        store.append(record(0, matrices={"turn": matrix()}))
+        (tmp_path / "matrices" / "000000001-turn.npz").mkdir()  # unlink refuses a folder
+        for step in (2, 3):
+            store.append(record(step, matrices={"turn": matrix()}))
+    assert [r.step for r in read_records(tmp_path)] == [0, 2, 3]
+    assert "could not be deleted" in caplog.text
+
+
 def test_the_first_and_the_last_step_are_always_kept(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="keep=1"):
         RunStore(tmp_path, keep=1)

@@ -141,6 +141,7 @@ def self_test() -> SelfTest:
     import numpy as np
 
     from collapsediag.scoring.hf import HFScorer
+    from collapsediag.scoring.load import best_device
     from collapsediag.scoring.short import pairs_of
 
     started = time.perf_counter()
@@ -167,15 +168,6 @@ def self_test() -> SelfTest:
     )
 
 
-def best_device() -> Any:
-    """The device that `score --device auto` takes."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-
 def _tell_self_test(hf: Sequence[Package]) -> bool:
     if any(package.installed is None for package in hf):
         print("self-test: skipped, because scoring with a model needs pip install 'collapsediag[hf]'")
@@ -197,6 +189,8 @@ def _tell_self_test(hf: Sequence[Package]) -> bool:
 
 def _device_words() -> str:
     import torch
+
+    from collapsediag.scoring.load import best_device
 
     device = best_device()
     if device.type != "cuda":

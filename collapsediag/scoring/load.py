@@ -120,11 +120,16 @@ def _listing(path: Path, limit: int = 6) -> str:
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "") or "nothing"
 
 
+def best_device() -> torch.device:
+    """The device that "auto" stands for."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
 def _device(device: str) -> torch.device:
     if device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return best_device()
     try:
         target = torch.device(device)
         if target.type == "meta":

@@ -149,7 +149,9 @@ class JobMonitor:
                 self._shared = DistributedScorer(scorer, group=self._group)
                 scorer = ScoringByAllRanks(self)
         if scorer is not None:
-            self.monitor.scorer = scorer if self._budget is None else BudgetScorer(scorer, self._budget)
+            if self._budget is not None:
+                scorer = BudgetScorer(scorer, self._budget, seed=self.monitor.seed)
+            self.monitor.scorer = scorer
 
     def share(self, pairs: ScoringPairs, scored_NP: BoolArray) -> FloatArray:
         """Rank 0: score cells together with the ranks that serve."""
