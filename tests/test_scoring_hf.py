@@ -402,6 +402,22 @@ def test_an_error_that_appears_later_is_caught_at_the_next_check(monkeypatch: py
         assert (right, info_of(scorer).path) == ((call != 1), "prefix" if call < 2 else "plain")
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt_neo"])
+def test_pairs_far_longer_than_any_before_are_checked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 6 tokens says nothing of itself in pairs of 5."""
+    local = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 6}
+    model = make_model(kind, **(local if kind == "gpt_neo" else {}))
+    monkeypatch.setattr(hf, "unsupported_reason", lambda access: None)
+    scorer, checked = HFScorer(model), []
+    for length in (2, 2, 30, 30, 55, 70):
+        rng = np.random.default_rng(length)
+        contexts, traces = [draw(rng, length), draw(rng, length + 1)], [draw(rng, length) for _ in range(3)]
+        found = scorer.score(pairs_of(contexts, traces, [0, 1, 0])).logp_NP
+        np.testing.assert_allclose(found, loop(model, contexts, traces), rtol=0, atol=TOLERANCE)
+        checked.append(info_of(scorer).check is not None)
+    assert checked == [True, False, True, False, False, kind == "llama"]  # the other one is plain from then on
+
+
 def test_cascade_is_only_tried_where_it_suits() -> None:
     from collapsediag.scoring.access import ModelAccess
 

@@ -70,7 +70,8 @@ class HFScorer:
     temperature: score softmax(logits / temperature).
     token_budget: tokens of one forward pass; from free memory where None. Halved when memory runs out,
         doubled again after some calls that fitted.
-    check_every: compare a few pairs with the plain path at the first call and every so many calls; 0: never.
+    check_every: compare a few pairs with the plain path at the first call, every so many calls, and once pairs are over
+        twice as long as any compared before; 0: never.
     max_tokens: longest context and trace together; the model's own limit where None.
     attention: how the fast path attends ("cascade", "masked"), or "plain" for no fast path; "auto" chooses.
     """
@@ -117,9 +118,9 @@ class HFScorer:
         self.max_tokens = self._max_tokens if self._max_tokens is not None else ModelAccess.of(model).max_tokens
         # Weak: whoever lends a model for one step at a time finds what was learnt of it, and may free it.
         self._known = weakref.ref(model)
-        # Ways that this model turned out not to allow, with the reason, and ways that passed a self-check.
+        # Ways that this model turned out not to allow, with the reason, and the longest pair of ways that passed.
         self._failed: dict[str, str] = {}
-        self._passed: set[str] = set()
+        self._passed: dict[str, int] = {}
         self._continues: bool | None = None
         self._told = False
 
@@ -206,9 +207,11 @@ class HFScorer:
             and length_reason(access, unique.longest_pair) is None
         )
 
-    def _check_due(self, call: int, way: str) -> bool:
-        due = bool(self.check_every) and (call % self.check_every == 0 or way not in self._passed)
-        self._passed.add(way)  # what does not pass is not tried again
+    def _check_due(self, call: int, way: str, longest: int) -> bool:
+        # A window, or a choice of the best keys, shows only in pairs that are longer than it.
+        due = bool(self.check_every) and (call % self.check_every == 0 or longest > 2 * self._passed.get(way, 0))
+        if due:
+            self._passed[way] = max(longest, self._passed.get(way, 0))  # what does not pass is not tried again
         return due
 
     def _ways(self, access: ModelAccess) -> list[Attention]:
@@ -276,7 +279,7 @@ class HFScorer:
         """Fill `results` by the fast path: (largest difference where a self-check was due, reason where it failed)."""
         with way.installed():
             reason = self._try_fast(access, way, results, progress)
-        if reason is not None or not self._check_due(call, way.name):
+        if reason is not None or not self._check_due(call, way.name, results.unique.longest_pair):
             return None, reason
         return self_check(access, results, self._plain_settings(access, results.unique), call)
 
@@ -354,7 +357,7 @@ class HFScorer:
         check: float | None = None
         error = self._pair_by_pair(access, results, progress, continued=True)
         reason = None if error is None else _first_line(error)
-        if reason is None and self._check_due(call, "state"):
+        if reason is None and self._check_due(call, "state", unique.longest_pair):
             check, reason = self_check(access, results, self._plain_settings(access, unique), call)
         if reason is not None:
             self._continues = False

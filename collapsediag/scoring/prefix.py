@@ -44,6 +44,8 @@ def unsupported_reason(access: ModelAccess) -> str | None:
         return f"it has layers of type {', '.join(sorted(kinds - KNOWN_KINDS))}"
     if access.setting("alibi", False) or access.setting("model_type") in ("bloom", "mpt"):
         return "its attention biases (ALiBi) take no tree mask"
+    if "local" in access.setting("attention_layers", ()):
+        return "its local attention counts places of a forward pass, not positions"
     if getattr(access.inner, "_is_stateful", False):
         return "it keeps a recurrent state"
     return None
