@@ -159,12 +159,12 @@ def test_importing_verl_loads_nothing_but_the_waiting_hooks(folder: Path) -> Non
     import tiny_verl
 
     script = "import sys, verl\nprint(sorted(n for n in sys.modules if n.startswith('collapsediag')))"
-    found = {}
-    for modules in ((), (PLUGIN,)):
-        variables = tiny_verl.environment(folder) | NO_ENTRY_POINTS
-        variables["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
+    found = []
+    for module, entry_points in (("", "none"), (PLUGIN, "none"), ("", "auto")):
+        variables = tiny_verl.environment(folder)
+        variables |= {"VERL_USE_EXTERNAL_MODULES": module, "VERL_USE_EXTERNAL_PLUGINS": entry_points}
         done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=True)
-        found[modules] = done.stdout.splitlines()[-1]
+        found.append(done.stdout.splitlines()[-1])
     names = ["", ".integrations", ".integrations.verl", ".integrations.verl.plugin"]
-    assert found[()] == "[]"
-    assert found[(PLUGIN,)] == str([f"collapsediag{name}" for name in names])
+    ours = str([f"collapsediag{name}" for name in names])
+    assert found == ["[]", ours, ours]
