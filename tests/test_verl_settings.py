@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,7 @@ def test_a_module_is_seen_once_after_it_was_imported(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "meta_path", [TrainerImports(names, lambda m: seen.append(m.answer)), *sys.meta_path])
     import watched_package.other  # type: ignore[import-not-found]
 
+    assert importlib.util.find_spec("watched_package.inner") is not None  # asked for, not imported
     assert seen == []
     import watched_package.inner  # type: ignore[import-not-found]
 

@@ -52,7 +52,7 @@ logger = logging.getLogger("collapsediag")
 
 OWN_LOGP = "collapse/own_logp_difference"
 # Nats per token. Float32 gives 1e-6, bfloat16 up to about 1e-2; more is another policy, temperature or text.
-OWN_LOGP_TOLERANCE = 5e-2
+OWN_LOGP_WARNING = 5e-2
 UNSUPPORTED = (
     "{name} has no {missing}, so it is no PPO trainer of veRL 0.6 to 0.9 whose workers stand. Attach after init() or "
     "init_workers() and before fit(); in a loop of another kind call Monitor.observe(step, batch)."
@@ -143,7 +143,7 @@ class CollapseHook:
             scorer = InsideScorer(group, limits)
         else:
             scorer = WorkerScorer(group, contract_of(trainer), limits, call_tokens=settings.call_tokens)
-        monitor.scorer = scorer if settings.budget is None else BudgetScorer(scorer, settings.budget)
+        monitor.scorer = scorer if settings.budget is None else BudgetScorer(scorer, settings.budget, seed=monitor.seed)
         monitor.tokenizer = trainer.tokenizer
         pairs = dataclasses.replace(monitor.pair_settings, max_total_tokens=limits.row_tokens)
         if settings.token_budget is not None:
@@ -230,7 +230,7 @@ class CollapseHook:
         if record.status == "failed":
             self._failures["measuring"] += 1
         off = record.values.get(OWN_LOGP, 0.0)
-        if off > OWN_LOGP_TOLERANCE and not self._warned:
+        if off > OWN_LOGP_WARNING and not self._warned:
             self._warned = True
             logger.warning(
                 "step %d: scores of own prompts are %.2g nats a token away from veRL's old_log_probs; float32 gives "

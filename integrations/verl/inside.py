@@ -73,12 +73,12 @@ def score_inside(worker: Any, request: Any) -> Any:
 
     pairs, scored_NP, limits = request.meta_info[KEY]
     engine = worker.actor.engine
-    scorer = vars(worker).get(KEY)
-    if scorer is None:
+    kept = vars(worker).get(KEY)
+    if kept is None or kept[0] != limits:
         inner = HFScorer(engine.module, temperature=limits.temperature, token_budget=limits.micro_batch_tokens)
-        scorer = vars(worker)[KEY] = DistributedScorer(inner)
+        kept = vars(worker)[KEY] = limits, DistributedScorer(inner)
     dtype = getattr(engine, "_autocast_dtype", torch.float32)
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype=dtype)
     with engine.eval_mode(), autocast:  # loads what is offloaded, as the engine's own passes do
-        logp_NP = scorer.score_cells(pairs, scored_NP)
+        logp_NP = kept[1].score_cells(pairs, scored_NP)
     return DataProto.from_dict({"logp_NP": torch.from_numpy(np.asarray(logp_NP))[None]})

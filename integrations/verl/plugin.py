@@ -35,16 +35,20 @@ class TrainerImports(MetaPathFinder):
         """The spec that the other finders give, with a loader that tells us."""
         if name not in self._waiting:
             return None
-        self._waiting.discard(name)
-        spec = importlib.util.find_spec(name)
+        self._waiting.discard(name)  # while the other finders are asked
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._waiting.add(name)  # to ask for a spec is not to import
         if spec is None or spec.loader is None:
-            self._waiting.add(name)
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: Any) -> None:
             execute(module)
-            self._after(module)
+            if name in self._waiting:
+                self._waiting.discard(name)
+                self._after(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
