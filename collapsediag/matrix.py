@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from collapsediag.arrays import to_numpy
 from collapsediag.errors import MatrixError
-from collapsediag.whole_files import replacing
+from collapsediag.whole_files import ending, replacing
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -195,7 +195,7 @@ class LogLikelihoodMatrix:
         """Read what `save` wrote. Raises MatrixError naming the file if it is damaged or not such a file."""
         try:
             # Opened here: numpy leaves the file open where the archive is damaged.
-            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as stored:
+            with open(ending(Path(path)), "rb") as stream, np.load(stream, allow_pickle=False) as stored:
                 n_bytes = sum(entry.file_size for entry in stored.zip.infolist())
                 if n_bytes > MAX_FILE_BYTES:
                     raise ValueError(f"unpacked it has {n_bytes >> 20} MB, more than {MAX_FILE_BYTES >> 20}")

@@ -16,6 +16,8 @@ from collapsediag.matrix import LogLikelihoodMatrix
 SCHEMA_VERSION = 1
 # Seconds since 1970, in the year 5138: whatever lies beyond was not read off a clock.
 END_OF_TIME = 1e11
+# Steps count in whole numbers also where they become floats: in a chart, in the page's script.
+MAX_STEP = 2**53
 
 Status = Literal["ok", "failed"]
 
@@ -186,6 +188,8 @@ class Record:
         """
         if not isinstance(line, Mapping) or not isinstance(line["step"], int):
             raise ValueError("not a record: an object with a whole-numbered step is needed")
+        if abs(line["step"]) > MAX_STEP:
+            raise ValueError("not a record: no run has that many steps")
         for name in ("values", "not_measured", "dropped", "seconds"):
             if not isinstance(line.get(name, {}), Mapping):
                 raise ValueError(f"not a record: {name} is no object")

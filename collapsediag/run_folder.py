@@ -28,7 +28,7 @@ from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.record import SCHEMA_VERSION, Provenance, Record, is_trace_line
 from collapsediag.retention import step_to_forget
 from collapsediag.run_writer import WRITER_FILE, Writer, writer_json, writer_of
-from collapsediag.whole_files import replacing
+from collapsediag.whole_files import ending, replacing
 
 logger = logging.getLogger("collapsediag")
 
@@ -229,7 +229,7 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of run.json. Raises RunFolderError where it is missing, damaged, or of a newer schema."""
     file = Path(path) / RUN_FILE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(ending(file).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunFolderError(f"{path} is not a run folder: it has no {RUN_FILE}.") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -267,7 +267,7 @@ def iter_records(path: str | os.PathLike[str]) -> Iterator[Record]:
     file = Path(path) / METRICS_FILE
     torn = 0
     try:
-        with open(file, "rb") as stream:
+        with open(ending(file), "rb") as stream:
             for line in iter(partial(stream.readline, MAX_LINE_BYTES), b""):
                 if not line.strip():
                     continue
@@ -297,7 +297,7 @@ def read_traces(path: str | os.PathLike[str], step: int) -> list[dict[str, Any]]
     if not file.exists():
         return []
     try:
-        if file.stat().st_size > MAX_TRACES_BYTES:
+        if ending(file).stat().st_size > MAX_TRACES_BYTES:
             raise ValueError(f"it is larger than {MAX_TRACES_BYTES >> 20} MB")
         lines = [json.loads(line) for line in file.read_text(encoding="ascii").splitlines() if line]
         for number, line in enumerate(lines, 1):

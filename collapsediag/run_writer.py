@@ -11,6 +11,8 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from collapsediag.whole_files import ending
+
 WRITER_FILE = "writer.json"
 
 
@@ -59,7 +61,7 @@ def _started(pid: int) -> str | None:
 def writer_of(run: str | os.PathLike[str]) -> Writer | None:
     """Who has the run open, or was killed while it had; None where nobody."""
     try:
-        content = json.loads((Path(run) / WRITER_FILE).read_text(encoding="utf-8"))
+        content = json.loads(ending(Path(run) / WRITER_FILE).read_text(encoding="utf-8"))
         started = content["started"]
         return Writer(
             host=str(content["host"]), pid=int(content["pid"]), started=None if started is None else str(started)

@@ -320,6 +320,7 @@ BAD_LINES = (
     b'{"step":null,"values":{}}',
     b'{"step":3,"values":{"a":1' + b"0" * 400 + b"}}",
     b'{"step":3,"values":{"a":null}}',
+    b'{"step":9007199254740993,"values":{}}',
     b'{"step":3,"values":{},"notes":5}',
     b'{"step":3,"values":{},"dropped":[1]}',
     b"[" * 100_000,

@@ -6,14 +6,16 @@ import random
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from collapsediag.errors import MatrixError, RunFolderError, SettingsError
+from collapsediag.errors import CollapsediagError, MatrixError, RunFolderError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.record import SCHEMA_VERSION, Provenance, Record, TraceSample
+from collapsediag.report.tail import RecordTail
 from collapsediag.run_folder import (
     RunStore,
     iter_records,
@@ -24,6 +26,7 @@ from collapsediag.run_folder import (
     read_traces,
 )
 from collapsediag.run_writer import WRITER_FILE, Writer, writer_of
+from collapsediag.whole_files import replacing
 
 
 def matrix() -> LogLikelihoodMatrix:
@@ -255,3 +258,42 @@ def test_the_first_and_the_last_step_are_always_kept(tmp_path: Path) -> None:
         "000000000-turn.npz",
         "000000004-turn.npz",
     ]
+
+
+# -- what does not end, and what must stay what it is ----------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/null").exists(), reason="needs a device")
+def test_a_device_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
+    """A link to /dev/zero, or a pipe, in a folder that somebody sent would be read for ever."""
+    with RunStore(tmp_path) as store:
+        store.append(Record(step=1, values={"a": 1.0}))
+    files = ("metrics.jsonl", "run.json", "writer.json", "traces/000000001.jsonl", "matrices/000000001-first_turn.npz")
+    for name in files:
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to("/dev/null")
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: read_records(tmp_path),
+        lambda: read_run(tmp_path),
+        lambda: read_traces(tmp_path, 1),
+        lambda: read_matrix(tmp_path, 1, "first_turn"),
+        lambda: RecordTail(tmp_path).poll(),
+    )
+    for read in readers:
+        with pytest.raises(CollapsediagError, match="a device or a pipe"):
+            read()
+    assert writer_of(tmp_path) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a pipe")
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """As /dev/null is; root could replace it by a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with replacing(pipe) as name:
+        name.write_bytes(b"page")
+    assert os.read(reader, 10) == b"page"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]

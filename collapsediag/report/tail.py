@@ -10,6 +10,7 @@ from typing import IO
 from collapsediag.errors import RunFolderError
 from collapsediag.record import Record
 from collapsediag.run_folder import MAX_LINE_BYTES, METRICS_FILE, NO_RECORD, record_of
+from collapsediag.whole_files import ending
 
 logger = logging.getLogger("collapsediag")
 
@@ -39,7 +40,7 @@ class RecordTail:
     def poll(self) -> bool:
         """Read what was added; whether there was anything new. Raises RunFolderError where the file cannot be read."""
         try:
-            with open(self.path, "rb") as stream:
+            with open(ending(self.path), "rb") as stream:
                 is_new = not self._goes_on(stream)
                 if is_new:
                     self._forget()
