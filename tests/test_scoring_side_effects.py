@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -379,3 +381,39 @@ def test_logging_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
         HFScorer(make_model()).score(mixed_pairs())
     assert [record for record in caplog.records if record.name.startswith("collapsediag")] == []
     assert {name: logging.getLogger(name).level for name in levels} == levels
+
+
+# -- at once ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_threads_over_one_model_take_turns() -> None:
+    model, pairs = make_model(), mixed_pairs()
+    model.train()
+    before = model.config._attn_implementation
+    truth = HFScorer(model).score(pairs).logp_NP
+    found: list[Any] = []
+    # Each lets the other go on in the middle of its work.
+    scorers = [HFScorer(model, token_budget=16) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda s=s: found.append(s.score(pairs, progress=lambda *_: time.sleep(0.002)).logp_NP))
+        for s in scorers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    for logp_NP in found:
+        np.testing.assert_allclose(logp_NP, truth, rtol=0, atol=1e-8)
+    assert all(module.training for module in model.modules())
+    assert "forward" not in model.get_output_embeddings().__dict__
+    assert model.config._attn_implementation == before
+
+
+def test_scoring_inside_scoring_is_refused_and_leaves_the_model_as_it_was() -> None:
+    model, pairs = make_model(), mixed_pairs()
+    scorer = HFScorer(model)
+    truth = scorer.score(pairs).logp_NP
+    with pytest.raises(ScoringError, match="this thread is scoring already"):
+        scorer.score(pairs, progress=lambda *_: HFScorer(model).score(pairs))
+    np.testing.assert_allclose(scorer.score(pairs).logp_NP, truth, rtol=0, atol=1e-8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,9 +12,29 @@ import numpy as np
 import torch
 from torch import nn
 
+from collapsediag.errors import ScoringError
+
 # Buffers of helper modules (rotary frequencies) are small; cloning anything larger would cost more than it protects.
 MAX_CLONED_ELEMENTS = 1 << 20
 _SIMPLE = (bool, int, float, str, type(None), torch.Tensor)
+_TURN = threading.Lock()
+_INSIDE = threading.local()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Run the body while no other thread does: two scorings would put back each other's patches, in the wrong order.
+
+    Raises ScoringError inside such a body, which could not wait for itself.
+    """
+    if getattr(_INSIDE, "scoring", False):
+        raise ScoringError("this thread is scoring already; from its progress callback nothing else can be scored.")
+    with _TURN:
+        _INSIDE.scoring = True
+        try:
+            yield
+        finally:
+            _INSIDE.scoring = False
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from collapsediag.scoring.access import ModelAccess, check_ids
 from collapsediag.scoring.attention import Attention, CascadeAttention, MaskedAttention
 from collapsediag.scoring.checks import self_check
 from collapsediag.scoring.cost import CostEstimate, estimate, plan_tokens
-from collapsediag.scoring.guard import undisturbed
+from collapsediag.scoring.guard import one_at_a_time, undisturbed
 from collapsediag.scoring.head import HeadTap, UnsupportedModelError
 from collapsediag.scoring.memory import MIN_TOKENS, BackOff, is_out_of_memory, release_memory, work_model
 from collapsediag.scoring.plain import PlainSettings, plain_tokens
@@ -244,7 +244,7 @@ class HFScorer:
         call, self._calls = self._calls, self._calls + 1
         check: float | None = None
         way: Attention | None = None
-        with undisturbed(access.outer):
+        with one_at_a_time(), undisturbed(access.outer):
             reason = self._reason(access, unique)
             for way in self._ways(access) if reason is None else ():
                 results = Results(pairs, unique, **wanted)
