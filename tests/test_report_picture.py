@@ -176,7 +176,7 @@ def test_the_command_writes_a_picture_in_place_of_the_page_or_beside_it(
     assert main(["report", str(collapsed), "--png", "a.png"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png"]
     assert (tmp_path / "a.png").read_bytes() == png
-    assert capsys.readouterr().out == f"a.png: a picture of {collapsed}\n"
+    assert capsys.readouterr().out == f"a.png: a PNG picture of {collapsed}\n"
     assert main(["report", str(collapsed), "--png", "a.png", "-o", "a.html"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.png"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import shutil
 import sys
 import textwrap
@@ -77,3 +78,4 @@ def show(*, out: Path, scenario: str, seed: int, steps: int | None) -> None:
     print("\n".join(summary_lines(last, width=width)))
     print()
     print("\n".join(verdict_lines(judge(read_records(out)), width=width)))
+    print(f"\nAs a page: collapsediag report {shlex.quote(str(out))}")

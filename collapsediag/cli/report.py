@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("-o", "--out", metavar="FILE", help=f"page to write (default {OUT}; with --png none)")
-    parser.add_argument("--png", metavar="FILE", help="picture to write, of one run (needs the extra [png])")
+    parser.add_argument("--png", metavar="FILE", help="PNG picture to write, of one run (needs the extra [png])")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.png is not None:
         write_file(Path(args.png), _picture(runs))
-        print(f"{printable(args.png)}: a picture of {printable(runs[0])}")
+        print(f"{printable(args.png)}: a PNG picture of {printable(runs[0])}")
     if args.png is None or args.out is not None:
         out, page = Path(args.out or OUT), build_page(runs)
         write_file(out, page.encode("utf-8"))

@@ -10,6 +10,7 @@ model answers another question.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -193,6 +194,7 @@ def finish(args: argparse.Namespace, new: Sequence[Record], console: Console) ->
     if not any(name.endswith("/n_traces") for record in new for name in record.values):
         raise ScoringError(_nothing_scored(args, new))
     print(f"\nEvery number is in {printable(args.out)}/{METRICS_FILE}, traces and matrices beside it.")
+    print(f"As a page: collapsediag report {shlex.quote(printable(args.out))}")
     records = read_records(args.out)
     if len(records) >= STEPS_FOR_A_VERDICT:
         print()

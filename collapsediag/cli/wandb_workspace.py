@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("entity", metavar="ENTITY", help="the user or team that owns the project")
     parser.add_argument("project", metavar="PROJECT", help="the project; it must exist")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be sent as JSON; needs no network")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be sent as JSON; needs the extra [wandb], no network"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
