@@ -107,3 +107,17 @@ def test_nothing_runs_twice_where_no_trace_is_to_blame() -> None:
     model = make_model()
     break_tokens(model)
     assert forwards(model, pairs) > sound
+
+
+@pytest.mark.parametrize("way", ["auto", "plain"])
+def test_padding_that_outlasts_a_window_is_no_nan(way: str) -> None:
+    """Eager attention takes its softmax in float32, where the mask of a float64 model is minus infinity."""
+    model = make_model("mistral", sliding_window=4)
+    model.set_attn_implementation("eager")
+    rng = np.random.default_rng(0)
+    contexts, traces = [draw(rng, 6), draw(rng, 20)], [draw(rng, 3), draw(rng, 15)]
+    scorer = HFScorer(model, attention=way)
+    found = scorer.score(pairs_of(contexts, traces, [0, 1])).logp_NP
+    np.testing.assert_allclose(found, loop(model, contexts, traces), rtol=0, atol=1e-6)
+    assert scorer.info is not None
+    assert scorer.info.path == ("prefix" if way == "auto" else "plain")

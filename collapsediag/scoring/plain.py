@@ -88,16 +88,15 @@ def forward_batch(
     """Per-token log-probs (and entropies) of the traces of one batch of (context, trace) rows.
 
     tap: of the head, which then makes a few rows of logits at a time. Without it the model makes them, all at once.
-    state: arguments of the forward, of what came before the rows; padding follows the tokens and needs no mask then.
+    state: arguments of the forward, of what came before the rows.
     """
     # Where rotary frequencies depend on the length of the whole, leaving out the last token would change them.
     stop = -1 if access.length_dependent_rope is None else None
     sequences = [np.concatenate([context, trace[:stop]]) for context, trace in rows]
     longest = max(s.size for s in sequences)
     ids = np.zeros((len(rows), longest), dtype=np.int64)
-    mask = np.zeros_like(ids)
     for row, sequence in enumerate(sequences):
-        ids[row, : sequence.size], mask[row, : sequence.size] = sequence, 1
+        ids[row, : sequence.size] = sequence
         # Padded with its own token: an embedding that is NaN must not come in from elsewhere.
         ids[row, sequence.size :] = sequence[-1]
     first = min(context.size for context, _ in rows) - 1  # the first position whose logits are read
@@ -106,9 +105,7 @@ def forward_batch(
         arguments.update(state)
     elif access.config is not None:
         arguments["use_cache"] = False
-    # Without padding the mask says nothing, and some models run another kernel with it.
-    if state is None and int(mask.min()) == 0 and ("attention_mask" in access.parameters or access.config is not None):
-        arguments["attention_mask"] = torch.from_numpy(mask).to(access.device)
+    # No mask: padding follows the tokens. Under a mask, padding that outlasts a window sees nothing at all: NaN.
     if tap is not None:
         return _tapped(access, rows, settings, tap, arguments)
     if "logits_to_keep" in access.parameters:
