@@ -390,6 +390,8 @@ def command(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`collapsediag dashboard RUN` and the address that it gives."""
     arguments = [sys.executable, "-m", "collapsediag", "dashboard", str(run), "--port", "0"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    # A shell's background jobs, and all that they start, ignore Ctrl-C.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(arguments, **pipes) as process:
         try:
             lines = [process.stdout.readline() for _ in range(4)]  # type: ignore[union-attr]
