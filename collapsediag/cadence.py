@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from collapsediag.errors import SettingsError
@@ -20,8 +21,12 @@ class Cadence:
     every: int = 10
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise SettingsError(f"every={self.every}: the cadence is a number of steps, 1 or more.")
+        try:
+            is_count = operator.index(self.every) >= 1
+        except TypeError:
+            is_count = False
+        if not is_count:
+            raise SettingsError(f"every={self.every!r}: the cadence is a whole number of steps, 1 or more.")
 
     def is_due(self, step: int, last_step: int | None = None) -> bool:
         """Whether `step` is a scored step.

@@ -196,6 +196,8 @@ class Rollout:
         # Trainers hand over numpy and torch scalars: JSON takes neither, and no two equal tensors are one group.
         for name in ("group", "reward", "success", "advantage"):
             set_(self, name, plain(getattr(self, name)))
+        if self.environment is not None:
+            set_(self, "environment", str(plain(self.environment)))  # a data set may number them
         set_(self, "rewards", {name: plain(value) for name, value in self.rewards.items()})
         try:
             hash(self.group)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collapsediag.errors import MatrixError, ReaderError, RunFolderError
+from collapsediag.errors import MatrixError, MetricError, ReaderError, RunFolderError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.readers import read_rollouts
 from collapsediag.run_folder import MAX_LINE_BYTES, read_traces
@@ -166,3 +166,15 @@ for n in (100_000, 1_000_000):
     short, long = map(float, said.split())
     assert long < 20 * short
     assert mb < 4000
+
+
+def test_numbers_that_no_axis_holds_are_named(tmp_path: Path) -> None:
+    import_or_skip("matplotlib")
+    lines = [{"step": step, "values": {"reward/mean": value}} for step, value in enumerate((1e308, -1e308))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "run.json").write_text('{"schema_version": 1}')
+    from collapsediag.report import series_payload
+    from collapsediag.report.picture import picture_png
+
+    with pytest.raises(MetricError, match=r"reward/mean is 1e\+308 at step 0"):
+        picture_png(series_payload(tmp_path))

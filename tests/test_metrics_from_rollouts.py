@@ -395,3 +395,13 @@ def test_a_long_line_of_anything_goes_through_in_linear_time(unit: str) -> None:
     start = time.process_time()
     cd.rollout_metrics(batch(rollout(text, context=text), rollout("<think>" + text, context=text)))
     assert time.process_time() - start < 10.0  # quadratic time would be minutes
+
+
+def test_environments_may_be_numbers() -> None:
+    """Of a data set's own, also out of numpy; in a record they are text as any name."""
+    rollouts = tuple(
+        cd.Rollout(turns=(cd.Turn(context_ids=[1], output_ids=[2]),), group=0, reward=float(i), environment=name)
+        for i, name in enumerate((7, np.int64(8)))  # type: ignore[arg-type]
+    )
+    values = cd.rollout_metrics(cd.RolloutBatch(step=0, rollouts=rollouts))
+    assert (values["env/7/reward/mean"], values["env/8/reward/mean"]) == (0.0, 1.0)

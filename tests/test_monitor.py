@@ -103,8 +103,10 @@ def test_the_first_step_seen_and_asked_for_steps_are_scored() -> None:
 
 
 def test_cadence_needs_a_positive_number() -> None:
-    with pytest.raises(SettingsError, match="every=0"):
-        Cadence(every=0)
+    for every in (0, 2.5, "3", None):
+        with pytest.raises(SettingsError, match=f"every={every!r}: the cadence is a whole number"):
+            Cadence(every=every)  # type: ignore[arg-type]
+    assert Cadence(every=np.int64(2)).is_due(4)  # type: ignore[arg-type]
 
 
 def test_multi_turn_batches_have_all_three_draws() -> None:

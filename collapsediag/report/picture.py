@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from collapsediag._optional import require
+from collapsediag.errors import MetricError
 from collapsediag.plain_text import printable
 from collapsediag.report.picture_panels import draw_chart, draw_map
 
@@ -19,6 +20,8 @@ WIDTH, HEIGHT = 7.2, 8.1
 BOTTOM = 0.045  # of the height
 DPI = 300
 HEADER_CHARACTERS = 124
+# Beyond it, differences and margins leave the range of a float.
+LARGEST = 1e150
 # Fonts of the page, the first that is installed; matplotlib brings the last one.
 SERIF = ("Charter", "Source Serif 4", "Georgia", "DejaVu Serif")
 SANS = ("Noto Sans", "Liberation Sans", "DejaVu Sans")
@@ -31,8 +34,9 @@ def picture_png(series: Mapping[str, Any]) -> bytes:
     """One run as a PNG of a printed page's width, 300 dots an inch.
 
     series: a `series_payload`. What was not measured says why, in the place of its chart.
-    Raises MissingExtraError without matplotlib.
+    Raises MissingExtraError without matplotlib, MetricError for numbers that no axis holds.
     """
+    _check_sizes(series)
     matplotlib = require("matplotlib", extra="png", feature="a picture")
     figures = require("matplotlib.figure", extra="png", feature="a picture")
     colours = palette()
@@ -56,6 +60,13 @@ def picture_png(series: Mapping[str, Any]) -> bytes:
         _panels(figure, series, colours, top)
         figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
     return stream.getvalue()
+
+
+def _check_sizes(series: Mapping[str, Any]) -> None:
+    for name, column in series["columns"].items():
+        for step, value in zip(series["steps"], column, strict=True):
+            if value is not None and abs(value) > LARGEST:
+                raise MetricError(f"{series['name']}: {name} is {value:.3g} at step {step}, which no axis can hold.")
 
 
 def palette() -> dict[str, str]:
