@@ -122,3 +122,16 @@ def test_memory_that_runs_out_is_halved_and_gone_on_with() -> None:
     assert scorer.info is not None
     assert scorer.info.path == "state"
     assert scorer.info.token_budget < 512
+
+
+@pytest.mark.parametrize(("first_context", "first_trace", "context", "trace"), [(1, 10, 8, 10), (20, 1, 20, 10)])
+def test_a_first_call_with_single_tokens_decides_nothing(
+    first_context: int, first_trace: int, context: int, trace: int
+) -> None:
+    """Mamba continues its state by one token rightly, by several wrongly, and from nothing as in full."""
+    model = make_model("mamba", state_size=4)
+    rng, scorer = np.random.default_rng(0), HFScorer(model)
+    for n_context, n_trace in ((first_context, first_trace), (context, trace)):
+        contexts, traces = ([draw(rng, n) for _ in range(2)] for n in (n_context, n_trace))
+        found = scorer.score(pairs_of(contexts, traces, [0, 1])).logp_NP
+        np.testing.assert_allclose(found, loop(model, contexts, traces), rtol=0, atol=1e-4)

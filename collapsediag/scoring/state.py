@@ -42,12 +42,13 @@ def continues(
     """Whether a few tokens score the same on a copied state as in full."""
     if access.cache_name is None:
         return False
-    context = max(contexts, key=len)[: 2 * HEAD_CHECK_TOKENS]
-    trace = max(traces, key=len)[:HEAD_CHECK_TOKENS]
+    # Repeated where they are shorter: a single token tells nothing of a state that more than one must continue.
+    context = np.resize(max(contexts, key=len), 2 * HEAD_CHECK_TOKENS)
+    trace = np.resize(max(traces, key=len), HEAD_CHECK_TOKENS)
     found: list[float] = []
     try:
         # Two different traces, so that copies which are not independent show.
-        few = [trace, trace[::-1].copy()]
+        few = [trace, context[: trace.size]]
         continued_logp(
             access, [context], few, [(0, 0), (1, 0)], settings, lambda cell, logp, entropy: found.append(logp.sum())
         )
