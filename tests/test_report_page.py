@@ -219,6 +219,7 @@ def test_errors_are_one_line_and_leave_an_older_page_alone(tmp_path: Path, capsy
         (["report", str(tmp_path / "empty"), "-o", str(out)], "no step has been recorded yet"),
         (["report", str(write_run(tmp_path / "run")), "-o", str(tmp_path)], "is a folder; --out is the file"),
         (["report", str(tmp_path / "run"), "-o", str(tmp_path / "no" / "where.html")], "cannot be written"),
+        (["report", str(tmp_path / "run"), "-o", str(tmp_path / ("a" * 300))], "written (File name too long)"),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
@@ -226,6 +227,15 @@ def test_errors_are_one_line_and_leave_an_older_page_alone(tmp_path: Path, capsy
         assert len(error.strip().splitlines()) == 1
     assert out.read_text() == "older"
     assert sorted(os.listdir(tmp_path)) == ["empty", "report.html", "run"]
+
+
+def test_a_link_to_a_page_stays_a_link(tmp_path: Path) -> None:
+    """As /dev/stdout is, where it leads to a file."""
+    (tmp_path / "page.html").write_text("older")
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    assert main(["report", str(write_run(tmp_path / "run")), "-o", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 
 def test_of_many_scored_steps_evenly_spaced_ones_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ another, with the rank correlations of their diagnostics. --png draws one run's 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Read the runs, write the page, say where it is."""
     runs = list(dict.fromkeys(str(Path(one)) for one in args.runs))
     for option, given, example in (("--out", args.out, OUT), ("--png", args.png, "figure.png")):
-        if given is not None and Path(given).is_dir():
+        if given is not None and os.path.isdir(given or os.curdir):
             raise SettingsError(
                 f"{given} is a folder; {option} is the file to write, for example {Path(given) / example}."
             )
@@ -112,7 +113,8 @@ def spread(steps: Sequence[int], limit: int) -> list[int]:
 def write_file(out: Path, content: bytes) -> None:
     """Replace an older file whole or not at all."""
     try:
-        with replacing(out) as temporary:
+        # Of a link, /dev/stdout for example, what it leads to is replaced.
+        with replacing(out.resolve() if out.is_file() else out) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
         raise RunFolderError(f"{out} cannot be written ({error.strerror or error}).") from error
