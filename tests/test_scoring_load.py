@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 import transformers
 
-from collapsediag.errors import ScoringError, SettingsError
+from collapsediag.errors import MissingExtraError, ScoringError, SettingsError
 from collapsediag.scoring.hf import HFScorer
 from collapsediag.scoring.load import load_policy, load_tokenizer
 
@@ -219,6 +220,13 @@ def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ScoringError, match="no such folder, and it could not be loaded from the hub"):
         load_policy("no-such-org-here/no-such-model")
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_gguf_file_without_what_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'collapsediag\[gguf\]'"):
+        load_policy(gguf_names(tmp_path, "a.gguf") / "a.gguf")
 
 
 @pytest.mark.pretrained

@@ -45,7 +45,8 @@ def load_policy(
     transformers = require("transformers", extra="hf", feature="loading a policy")
     where, name = _locate(path_or_name, gguf_file)
     if name is not None:
-        require("gguf", extra="gguf", feature=f"reading {name}")
+        for package in ("gguf", "accelerate"):
+            require(package, extra="gguf", feature=f"reading {name}")
     local = Path(where).exists()
     target = _device(device)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
