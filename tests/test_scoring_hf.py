@@ -429,6 +429,14 @@ def test_cascade_is_only_tried_where_it_suits() -> None:
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_negative_id_in_pairs_of_ones_own_is_refused() -> None:
+    """Padding that was left in: the last token is only looked up, and -1 would be the vocabulary's last."""
+    row = {name: np.array([0]) for name in ("own_N", "group_N", "rollout_N", "turn_N", "multiplicity_P")}
+    pairs = ScoringPairs(contexts=(np.array([3, 4]),), traces=(np.array([5, -1]),), **row)
+    with pytest.raises(ScoringError, match="trace 0 holds token id -1 at position 1"):
+        HFScorer(make_model(), check_every=0).score(pairs)
+
+
 def refusing_model() -> Any:
     """A model whose forward must not be reached."""
     model = make_model()

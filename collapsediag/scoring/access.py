@@ -185,8 +185,10 @@ def check_ids(
     if vocabulary is not None:
         for what, sequences in (("context", contexts), ("trace", traces)):
             for number, ids in enumerate(sequences):
-                if ids.size and int(ids.max()) >= vocabulary:
-                    place = int(ids.argmax())
+                # A negative id would be looked up from the end of the vocabulary.
+                unknown = (ids < 0) | (ids >= vocabulary)
+                if unknown.any():
+                    place = int(unknown.argmax())
                     raise ScoringError(
                         f"{what} {number} holds token id {int(ids[place])} at position {place}, but the model's "
                         f"vocabulary has {vocabulary} entries (0 to {vocabulary - 1}). The ids come from another "
