@@ -38,6 +38,8 @@ MAX_LINE_BYTES = 16 * 2**20
 MAX_TRACES_BYTES = 256 * 2**20
 NO_RECORD = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 RUN_FILE = "run.json"
+# Run folders that a message names, of those in a folder that is none.
+MAX_NAMED = 8
 
 
 def _json_line(value: dict[str, Any]) -> bytes:
@@ -92,6 +94,14 @@ class RunStore:
         self._provenance = provenance
         self._resume = resume
         self._stream: IO[bytes] | None = None
+
+    def refuse_another_run(self) -> None:
+        """Raise RunFolderError where the folder holds records and resume=True was not said; nothing is made."""
+        if not self._resume and _holds_bytes(self.path / METRICS_FILE):
+            raise RunFolderError(
+                f"{self.path} already holds records of a run. Choose another folder, or resume that run "
+                "(resume=True, on the command line --resume)."
+            )
 
     def append(self, record: Record) -> None:
         """Write one record; when this returns, the record survives a kill of the process."""
@@ -151,11 +161,7 @@ class RunStore:
 
     def _open(self) -> IO[bytes]:
         metrics = self.path / METRICS_FILE
-        if not self._resume and metrics.exists() and metrics.stat().st_size > 0:
-            raise RunFolderError(
-                f"{self.path} already holds records of a run. Choose another folder, or resume that run "
-                "(resume=True, on the command line --resume)."
-            )
+        self.refuse_another_run()
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path} is a file; a run folder is needed.")
         for folder in (self.path, self.path / "matrices", self.path / "traces"):
@@ -210,6 +216,13 @@ def _kind(path: Path) -> str:
     return "a file" if path.is_file() else "neither a file nor a folder"
 
 
+def _holds_bytes(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except (OSError, ValueError):  # not there, or out of reach: whoever opens it is told
+        return False
+
+
 def _ends_with_newline(path: Path) -> bool:
     with open(path, "rb") as stream:
         stream.seek(-1, os.SEEK_END)
@@ -231,7 +244,7 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = json.loads(ending(file).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RunFolderError(f"{path} is not a run folder: it has no {RUN_FILE}.") from None
+        raise _no_run_folder(path, RUN_FILE) from None
     except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{file}: cannot be read ({error}).") from error
     version = content.get("schema_version") if isinstance(content, dict) else None
@@ -242,6 +255,15 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{file}: schema version {version}, but this release reads up to {SCHEMA_VERSION}. Upgrade collapsediag."
         )
     return dict(content)
+
+
+def _no_run_folder(path: str | os.PathLike[str], missing: str) -> RunFolderError:
+    if not os.path.lexists(path):
+        return RunFolderError(f"{path} is not a run folder: it does not exist.")
+    inside = sorted(str(file.parent) for file in Path(path).glob(f"*/{METRICS_FILE}"))
+    more = f", and {len(inside) - MAX_NAMED} more" if len(inside) > MAX_NAMED else ""
+    cure = f" Run folders in it: {', '.join(inside[:MAX_NAMED])}{more}." if inside else ""
+    return RunFolderError(f"{path} is not a run folder: it has no {missing}.{cure}")
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
@@ -276,7 +298,7 @@ def iter_records(path: str | os.PathLike[str]) -> Iterator[Record]:
                 except NO_RECORD:
                     torn += 1
     except FileNotFoundError:
-        raise RunFolderError(f"{path} is not a run folder: it has no {METRICS_FILE}.") from None
+        raise _no_run_folder(path, METRICS_FILE) from None
     except OSError as error:
         raise RunFolderError(f"{file}: cannot be read ({error.strerror or error}).") from error
     if torn:

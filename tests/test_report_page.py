@@ -215,7 +215,11 @@ def test_errors_are_one_line_and_leave_an_older_page_alone(tmp_path: Path, capsy
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
     for arguments, said in (
-        (["report", str(tmp_path / "nowhere"), "-o", str(out)], "is not a run folder"),
+        (["report", str(tmp_path / "nowhere"), "-o", str(out)], "nowhere is not a run folder: it does not exist."),
+        (
+            ["report", str(tmp_path), "-o", str(out)],
+            f"it has no metrics.jsonl. Run folders in it: {tmp_path / 'empty'}, {tmp_path / 'run'}.",
+        ),
         (["report", str(tmp_path / "empty"), "-o", str(out)], "no step has been recorded yet"),
         (["report", str(write_run(tmp_path / "run")), "-o", str(tmp_path)], "is a folder; --out is the file"),
         (["report", str(tmp_path / "run"), "-o", str(tmp_path / "no" / "where.html")], "cannot be written"),
