@@ -188,6 +188,7 @@ def test_wrong_use_leaves_nothing_and_says_what_to_do(
     for arguments, message in (
         (["--png", str(tmp_path)], f"{tmp_path} is a folder; --png is the file to write"),
         ([str(tmp_path), "--png", "a.png"], "a picture is of one run and 2 were given; the page takes several"),
+        (["--png", "a.pdf"], "--png a.pdf: the picture is a PNG; give a name that ends in .png"),
         (["--png", "nowhere/a.png"], "nowhere/a.png cannot be written (No such file or directory)"),
     ):
         assert main(["report", str(collapsed), *arguments]) == 2

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
                 f"{given} is a folder; {option} is the file to write, for example {Path(given) / example}."
             )
     if args.png is not None:
+        if Path(args.png).suffix.lower() != ".png":
+            raise SettingsError(f"--png {args.png}: the picture is a PNG; give a name that ends in .png.")
         write_file(Path(args.png), _picture(runs))
         print(f"{printable(args.png)}: a PNG picture of {printable(runs[0])}")
     if args.png is None or args.out is not None:
