@@ -189,7 +189,8 @@ def test_huge_values_are_cut_in_messages(tmp_path: Path) -> None:
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(ReaderError, match=r"nothing.jsonl does not exist"):
         read(tmp_path / "nothing.jsonl")
-    with pytest.raises(ReaderError, match=r"folder without rollout files.*found: nothing"):
+    wanted = r"\(wanted: .jsonl, .ndjson, .parquet, .json, also .gz; found: nothing\)"
+    with pytest.raises(ReaderError, match=rf"folder without rollout files {wanted}"):
         read(tmp_path)
     put(tmp_path / "weights.safetensors", b"x")
     with pytest.raises(ReaderError, match=r"found: .safetensors"):

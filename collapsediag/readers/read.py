@@ -110,7 +110,8 @@ def _detect(paths: Paths, options: ReadOptions) -> tuple[list[Path], Detection, 
 def _candidates(paths: Paths) -> list[Path]:
     """Files to look into. Single JSON documents in a folder count only where there is nothing else: trainers leave
     their settings in such files beside the rollouts."""
-    lines = [s for source in SOURCES.values() for s in source.suffixes if s != ".json"]
+    suffixes = dict.fromkeys(s for source in SOURCES.values() for s in source.suffixes)
+    lines = [s for s in suffixes if s != ".json"]
     files: dict[Path, None] = {}
     for path in as_list_of_paths(paths):
         if not Path(path).is_dir():
