@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 
@@ -15,6 +16,15 @@ def is_main_process() -> bool:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return bool(distributed.get_rank() == 0)
     return os.environ.get("RANK", "").strip() in ("", "0")
+
+
+def is_worker() -> bool:
+    """Whether `multiprocessing` started this process, also while it still imports the script of its parent.
+
+    >>> is_worker()
+    False
+    """
+    return multiprocessing.current_process().name != "MainProcess"
 
 
 class MainProcess:

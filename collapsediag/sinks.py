@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from collapsediag.errors import TrackerError
-from collapsediag.main_process import MainProcess
+from collapsediag.main_process import MainProcess, is_main_process, is_worker
 from collapsediag.plain_text import printable
 from collapsediag.record import Provenance, Record
 from collapsediag.run_folder import RunStore
@@ -48,7 +48,11 @@ class JsonlSink:
     """Writes a run folder: metrics.jsonl, matrices, traces, run.json.
 
     path: the run folder. resume: go on in a folder that already holds records.
+    provenance: where the numbers come from, for run.json.
     keep: of how many scored steps matrices and traces stay, spread over the run; None: of all. Numbers always stay.
+
+    Raises RunFolderError at once, before anything is trained, where the folder holds records of another run. Nothing is
+    made on disk before the first record.
     """
 
     def __init__(
@@ -60,6 +64,9 @@ class JsonlSink:
         keep: int | None = None,
     ) -> None:
         self._store = RunStore(path, provenance=provenance, resume=resume, keep=keep)
+        # A worker that imports its parent's script makes this sink again, while the parent's run is in the folder.
+        if is_main_process() and not is_worker():
+            self._store.refuse_another_run()
 
     def write(self, record: Record) -> None:
         """Append the record; it survives a kill once this returns."""

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import collapsediag as cd
 from collapsediag.console import ConsoleSink, retrieval_bar, summary_lines
+from collapsediag.errors import RunFolderError
 from collapsediag.plain_text import printable
 from collapsediag.record import Record
 from collapsediag.run_folder import read_records
@@ -44,6 +48,64 @@ def test_jsonl_sink_writes_a_run_folder(tmp_path: Path) -> None:
     sink.close()
     sink.close()
     assert [r.step for r in read_records(tmp_path / "run")] == [0, 1, 2]
+
+
+@pytest.mark.fault(
+    "a script is run twice with one run folder",
+    "the second run stops where its sink is made, before it trains; the first one's records stay as they are",
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_used_folder_is_refused_before_training(tmp_path: Path, named: bool) -> None:
+    with cd.Monitor(sinks=[JsonlSink(tmp_path / "run")]) as monitor:
+        monitor.observe(0, cd.RolloutBatch.from_lists(step=0, prompts=["a"], completions=["b"], rewards=[1.0]))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunFolderError, match="already holds records of a run. Choose another folder, or resume"):
+        cd.Monitor(sinks=f"jsonl:{tmp_path / 'run'}" if named else [JsonlSink(tmp_path / "run")])
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    JsonlSink(tmp_path / "run", resume=True)
+
+
+def test_a_rank_that_does_not_write_neither_looks_at_the_folder_nor_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with JsonlSink(tmp_path / "run")._store as store:
+        store.append(Record(step=0, values={}))
+    monkeypatch.setenv("RANK", "1")
+    JsonlSink(tmp_path / "run")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RunFolderError, match="already holds"):
+        JsonlSink(tmp_path / "run")
+    JsonlSink(tmp_path / "new")
+    JsonlSink(tmp_path / ("long" * 100))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+SINK_IN_THE_SCRIPT = """
+import multiprocessing, sys
+import collapsediag as cd
+from collapsediag.record import Record
+sink = cd.JsonlSink(sys.argv[1])
+def work(found):
+    found.put("worked")
+if __name__ == "__main__":
+    sink.write(Record(step=0, values={}))
+    method = multiprocessing.get_context(sys.argv[2])
+    found = method.Queue()
+    worker = method.Process(target=work, args=(found,))
+    worker.start()
+    worker.join(60)
+    print(worker.exitcode, found.get(timeout=1) if worker.exitcode == 0 else "died")
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_worker_that_imports_the_script_of_its_run_is_not_stopped(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SINK_IN_THE_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "run", method], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "0 worked", done.stderr
 
 
 @pytest.mark.fault("a sink raises", "warned once; switched off after three failures in a row; the others go on")
