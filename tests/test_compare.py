@@ -139,7 +139,11 @@ def test_the_command_prints_a_table_with_intervals_and_its_doubts(
     assert f"{first.rho:+.2f} [{first.low:+.2f}, {first.high:+.2f}] 6" in shown
     assert "pass@1, 6 runs" in shown
     assert "10 more rows" in shown
-    assert "6 runs are too few" in shown
+    # What takes the rows' worth away is read before them; what only tempers it, after.
+    assert shown.index("6 runs are too few") < shown.index("pass@1, 6 runs")
+    assert main(["compare", *written(tmp_path / "more", 9), "--top", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.index("would by chance") > shown.index("10 more rows")
 
 
 def test_the_command_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,3 +169,12 @@ def test_wrong_input_is_one_message(
 def test_an_outcome_nobody_holds_lists_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", *written(tmp_path, 3), "--outcome", "sucess"]) == 2
     assert "0 of 3 runs hold 'sucess'" in capsys.readouterr().err
+
+
+def test_of_many_names_the_nearest_are_said() -> None:
+    values = {"reward/mean": 1.0} | {f"tools/of_{letter}": 1.0 for letter in "abcdefgh"}
+    data = {name: [Record(step=0, values=values)] for name in "ab"}
+    with pytest.raises(MetricError, match=r"Nearest to it: reward/mean\. All 9 names are in .* of RUN/metrics.jsonl"):
+        compare_runs(data, outcome="rewrad/mean")
+    with pytest.raises(MetricError, match=r"None of their names is near to it\. All 9 names"):
+        compare_runs(data, outcome="xyz")

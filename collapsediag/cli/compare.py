@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collapsediag.errors import SettingsError
-from collapsediag.findings.across_runs import Comparison, Correlation, compare_runs
+from collapsediag.findings.across_runs import FEW_RUNS, Comparison, Correlation, compare_runs
 from collapsediag.plain_text import number, printable
 from collapsediag.run_folder import read_records
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 TOP = 20
@@ -58,6 +59,9 @@ def print_comparison(comparison: Comparison, top: int) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    is_doubtful = comparison.n_runs < FEW_RUNS
+    if is_doubtful:
+        _print_warning(console, comparison)
     console.print(outcome_table(comparison))
     rows = comparison.correlations[:top] if top else comparison.correlations
     if rows:
@@ -69,6 +73,11 @@ def print_comparison(comparison: Comparison, top: int) -> None:
         console.print(f"left out {printable(run)}: it does not hold {printable(comparison.outcome)}", markup=False)
     if comparison.left_out:
         console.print(f"{len(comparison.left_out)} rows left out: constant, or in fewer than 3 runs.", markup=False)
+    if not is_doubtful:
+        _print_warning(console, comparison)
+
+
+def _print_warning(console: Console, comparison: Comparison) -> None:
     if comparison.warning:
         console.print(printable(comparison.warning), style="yellow", markup=False)
 

@@ -5,6 +5,7 @@ Legend: R runs.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,8 @@ SUMMARIES: tuple[Summary, ...] = ("mean", "last", "minimum", "slope")
 N_OUTCOME_STEPS = 5
 # Below this a rank correlation must be nearly perfect before its interval leaves zero out.
 FEW_RUNS = 8
+# More names than this are no help in a message.
+MAX_NAMED = 8
 # Where no outcome is chosen: the first of these that all runs hold.
 DEFAULT_OUTCOMES = ("pass@1", "reward/mean")
 _NO_DIAGNOSTIC = re.compile(r"/ci_(low|high)$|^timing_s/|^collapse/failures$")
@@ -108,10 +111,10 @@ def compare_runs(runs: Mapping[str, Sequence[Record]], *, outcome: str | None = 
     name = outcome if outcome is not None else _default_outcome(held)
     outcomes = {run: float(np.mean(s[name][1][-N_OUTCOME_STEPS:])) for run, s in held.items() if name in s}
     if len(outcomes) < 2:
-        known = sorted({key for series in held.values() for key in series if not _NO_DIAGNOSTIC.search(key)})
+        known = {key for series in held.values() for key in series if not _NO_DIAGNOSTIC.search(key)}
         raise MetricError(
             f"{len(outcomes)} of {len(runs)} runs hold {name!r}; a comparison needs 2, and {FEW_RUNS} to say "
-            f"something. The runs hold: {', '.join(known) or 'no numbers'}."
+            f"something. {_names_held(name, known)}"
         )
     found: list[Correlation] = []
     left_out: dict[str, str] = {}
@@ -136,6 +139,14 @@ def compare_runs(runs: Mapping[str, Sequence[Record]], *, outcome: str | None = 
         left_out=left_out,
         runs_left_out=tuple(run for run in runs if run not in outcomes),
     )
+
+
+def _names_held(name: str, known: set[str]) -> str:
+    if len(known) <= MAX_NAMED:
+        return f"The runs hold: {', '.join(sorted(known)) or 'no numbers'}."
+    close = difflib.get_close_matches(name, sorted(known - {name}), n=MAX_NAMED)
+    nearest = f"Nearest to it: {', '.join(close)}." if close else "None of their names is near to it."
+    return f'{nearest} All {len(known)} names are in the "values" of a line of RUN/metrics.jsonl.'
 
 
 def summarise(steps: Sequence[int], values: Sequence[float], summary: Summary) -> float | None:
