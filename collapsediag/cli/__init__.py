@@ -6,12 +6,14 @@ Exit codes: 0 fine; 1 a finding at or above --fail-on; 2 a usage or input error,
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from collapsediag import __version__
 from collapsediag.errors import CollapsediagError
@@ -33,9 +35,25 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a usage error in one line and where the help is; the usage of `score` alone would be 25 lines."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_INPUT_ERROR, f"error: {printable(message)}\nsee {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        # Here, not in parse_args, which only the parser above the commands runs: it does not know their options.
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(option, self._option_string_actions, n=1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{f' (did you mean {near[0]}?)' if near else ''}")
+        return found, unknown
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="collapsediag",
         description="Diagnostics for template collapse and its relatives in LLM reinforcement learning.",
     )
