@@ -35,6 +35,7 @@ from collapsediag.record import Record
 from collapsediag.resumption import REASONING_NOTE, averages_of, reasoning_of
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.budget import own_logp_difference
+from collapsediag.scoring.protocol import checked_scorer
 from collapsediag.sink_names import resolve_sinks
 from collapsediag.sinks import FanOut, Sink
 from collapsediag.spans import SpanFinder
@@ -103,7 +104,7 @@ class Monitor:
     ) -> None:
         if on_error not in ("record", "raise"):
             raise SettingsError(f"on_error={on_error!r}: choose 'record' (training goes on) or 'raise'.")
-        self.scorer = scorer
+        self.scorer = checked_scorer(scorer)
         self.tokenizer = tokenizer
         self.cadence = Cadence(every=every)
         self.pair_settings = pairs if pairs is not None else PairSettings(max_contexts=16, max_traces=64)

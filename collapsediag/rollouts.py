@@ -9,6 +9,7 @@ Legend: T tokens of one turn's output.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,13 @@ def _whole(step: Any) -> int:
     if isinstance(step, bool) or not (isinstance(step, int) or (isinstance(step, float) and step.is_integer())):
         raise RolloutError(f"the step of a batch must be a whole number, found {step!r} ({type(step).__name__}).")
     return int(step)
+
+
+def _check_reward(value: Any, row: int) -> None:
+    value = plain(value)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        cure = "a success label goes to successes" if isinstance(value, bool) else "give a number, or None if unscored"
+        raise RolloutError(f"rewards[{row}] is {value!r:.80} ({type(value).__name__}), which is no reward: {cure}.")
 
 
 def _per_token(values: ArrayLike | None, length: int | None, name: str) -> FloatArray | None:
@@ -343,7 +351,7 @@ class RolloutBatch:
 
         prompts, completions: N texts each, or N token-id lists each (unpadded).
         groups: N group ids; without them equal prompts are one group.
-        rewards, successes: N values, None where unknown.
+        rewards: N numbers, None where unscored. successes: N booleans, None where unknown.
 
         >>> batch = RolloutBatch.from_lists(step=1, prompts=["2+2="] * 2, completions=["4", "5"], rewards=[1.0, 0.0])
         >>> len(batch), batch.groups()
@@ -358,6 +366,8 @@ class RolloutBatch:
         ):
             if values is not None and len(values) != n:
                 raise RolloutError(f"{name} has {len(values)} entries but there are {n} prompts; give one for each.")
+        for row, reward in enumerate(rewards if rewards is not None else ()):
+            _check_reward(reward, row)
         rollouts = []
         group_of_prompt: dict[tuple[int, ...], int] = {}
         for i in range(n):

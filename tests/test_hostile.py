@@ -196,7 +196,30 @@ def test_a_group_that_cannot_be_a_key() -> None:
         cd.RolloutBatch.from_lists(step=0, prompts=["a"], completions=["b"], groups=[[1]])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [("1", r"rewards\[1\] is '1' \(str\)"), (True, "success label goes to successes"), ({"a": 1.0}, "give a number")],
+)
+def test_what_is_no_reward_is_refused_where_it_is_given(reward: Any, said: str) -> None:
+    with pytest.raises(RolloutError, match=said):
+        cd.RolloutBatch.from_lists(step=0, prompts=["a", "a"], completions=["b", "c"], rewards=[1, reward])
+
+
 # -- Monitor and run folder ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scorer", ["gpt2", object(), lambda pairs: None, cd.HFScorer])
+def test_what_is_no_scorer_is_refused_before_training(scorer: Any) -> None:
+    with pytest.raises(SettingsError, match=r"is no scorer: that is an object with score\(pairs\), such as HFScorer"):
+        cd.Monitor(scorer)
+
+
+@pytest.mark.parametrize("batch", [{"a": 1}, None])
+def test_what_is_no_batch_is_recorded_with_the_way_to_make_one(batch: Any) -> None:
+    record = cd.Monitor().observe(0, batch)
+    assert record.status == "failed"
+    assert str(record.reason).startswith(f"found {type(batch).__name__} where a RolloutBatch is needed. Make one: ")
+    assert "RolloutBatch.from_lists(step=step, prompts=[...]" in str(record.reason)
 
 
 def observed(folder: Path, *, scorer: Any = None, step: Any = None, tokenizer: Any = None, **fields: Any) -> cd.Record:

@@ -59,7 +59,7 @@ def test_a_used_folder_is_refused_before_training(tmp_path: Path, named: bool) -
     with cd.Monitor(sinks=[JsonlSink(tmp_path / "run")]) as monitor:
         monitor.observe(0, cd.RolloutBatch.from_lists(step=0, prompts=["a"], completions=["b"], rewards=[1.0]))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunFolderError, match="already holds records of a run. Choose another folder, or resume"):
+    with pytest.raises(RunFolderError, match=r"already holds records of a run\. Choose another folder, or resume"):
         cd.Monitor(sinks=f"jsonl:{tmp_path / 'run'}" if named else [JsonlSink(tmp_path / "run")])
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     JsonlSink(tmp_path / "run", resume=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from collapsediag.errors import RolloutError
 from collapsediag.metrics.answers import Extractor
 from collapsediag.metrics.format import as_format
 from collapsediag.metrics.grouped import IntArray
@@ -101,6 +102,11 @@ def rollout_report(
     >>> rollout_report(batch).not_measured["pass@k"]
     'no rollout has a success label; pass success_threshold= to make labels of rewards'
     """
+    if not isinstance(batch, RolloutBatch):
+        raise RolloutError(
+            f"found {type(batch).__name__} where a RolloutBatch is needed. Make one: RolloutBatch.from_lists(step=step, "
+            "prompts=[...], completions=[...], rewards=[...])."
+        )
     if not len(batch):
         return RolloutReport(
             values={"n_rollouts": 0.0, "n_groups": 0.0}, not_measured={"rollouts": "the batch has no rollout"}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from collapsediag.errors import SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 
@@ -50,3 +51,13 @@ class TokenScorer(Protocol):
         scored. None in place of the tokens where a scorer that this one asks has none.
         """
         ...
+
+
+def checked_scorer(scorer: Any) -> Scorer | None:
+    """The scorer, or None for none; SettingsError for what is no scorer, such as a model or the name of one."""
+    if scorer is None or (isinstance(scorer, Scorer) and not isinstance(scorer, type)):
+        return scorer
+    raise SettingsError(
+        f"scorer={scorer!r:.80} ({type(scorer).__name__}) is no scorer: that is an object with score(pairs), such as "
+        "HFScorer(model) of the model in training, or FunctionScorer(fn). None measures the rollouts alone."
+    )
