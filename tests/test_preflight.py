@@ -109,6 +109,14 @@ def test_single_rollouts() -> None:
     assert "single rollout" in check.reading
 
 
+@pytest.mark.parametrize(("n", "words"), [(G, f"with {G} rollouts"), (1, "with 1 rollout:")])
+def test_one_prompt_in_the_step_cannot_be_scored_crosswise(n: int, words: str) -> None:
+    check = check_of(sound_rollouts()[:n], "group size")
+    assert check.status == "warning"
+    assert f"the step has one prompt, {words}" in check.reading
+    assert "at least 2 prompts in a step" in check.action
+
+
 def test_unequal_groups_name_the_odd_ones() -> None:
     rollouts = sound_rollouts()
     del rollouts[9], rollouts[3]

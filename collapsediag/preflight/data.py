@@ -23,19 +23,33 @@ SIGNIFICANCE = 0.05
 MI_SATURATED = 0.9
 
 
+def _one_prompt(n_rollouts: int) -> Check:
+    rollouts = "1 rollout" if n_rollouts == 1 else f"{n_rollouts} rollouts"
+    return Check(
+        name="group size",
+        status="warning",
+        value=float(n_rollouts),
+        reading=f"the step has one prompt, with {rollouts}: no trace can be scored under another prompt, so neither "
+        "retrieval nor mutual information can be measured.",
+        action=f"Put at least 2 prompts in a step, better {FEW_PROMPTS}. If the file numbers its prompts as steps, "
+        "name the key of the training step: --map step=KEY (key_map).",
+    )
+
+
 def group_size(facts: Facts) -> Check:
     """Are there several rollouts of each prompt, equally many, and enough prompts?"""
     sizes = [len(rows) for rows in facts.groups().values()]
     n, smallest, largest = len(sizes), min(sizes), max(sizes)
     counts = f"{n} prompts, {smallest if smallest == largest else f'{smallest} to {largest}'} rollouts each"
     name, value = "group size", float(sum(sizes) / n)
+    if n == 1:
+        return _one_prompt(largest)
     if largest == 1:
         return Check(
             name=name,
             status="warning",
             value=value,
-            reading=f"{f'each of the {n} prompts has' if n > 1 else 'there is'} a single rollout: nothing within a "
-            "prompt can be compared, and a "
+            reading=f"each of the {n} prompts has a single rollout: nothing within a prompt can be compared, and a "
             "group-relative advantage (GRPO, RLOO) is zero or undefined.",
             action="Sample several rollouts of each prompt; if there are several, say which key is the group.",
         )
