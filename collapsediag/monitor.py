@@ -340,7 +340,7 @@ class Monitor:
         for reason, count in pairs.dropped.items():
             draft.dropped[f"{namespace}/{reason.value}"] += count
         draft.notes.extend(pairs.notes)
-        self._report_drops(batch.step, pairs)
+        self._report_drops(batch.step, pairs, settings)
         return pairs
 
     def _fill_bank(self, batch: RolloutBatch) -> None:
@@ -357,7 +357,7 @@ class Monitor:
             self._finder = SpanFinder(self.tokenizer, self.pair_settings.reasoning_tags, batch.eos_token_ids)
         return self._finder
 
-    def _report_drops(self, step: int, pairs: ScoringPairs) -> None:
+    def _report_drops(self, step: int, pairs: ScoringPairs, settings: PairSettings) -> None:
         left_out = {r.value: n for r, n in pairs.dropped.items() if n and r not in CHOSEN_AWAY}
         # Each reason is worth one warning a run: the record counts it at every step.
         new = set(left_out) - self._reported_drops
@@ -365,9 +365,10 @@ class Monitor:
             self._reported_drops |= new
             listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in left_out.items())
             total = pairs.n_traces + sum(pairs.dropped.values())
+            cap = f", limited by {settings.caps}" if pairs.dropped.get(DropReason.SUBSAMPLED) else ""
             logger.warning(
-                "step %d: %d of %d traces cannot be scored (%s); %d were. Said once, every record counts them.",
-                *(step, sum(left_out.values()), total, listed, pairs.n_traces),
+                "step %d: %d of %d traces cannot be scored (%s); %d were%s. Said once, every record counts them.",
+                *(step, sum(left_out.values()), total, listed, pairs.n_traces, cap),
             )
 
     def _failed(self, step: int, error: Exception) -> Record:

@@ -75,6 +75,16 @@ class PairSettings:
         """The tags, checked."""
         return ReasoningTags(self.tags)
 
+    @property
+    def caps(self) -> str:
+        """The limits on how many are kept, in words that name where each is set; "" where there is none.
+
+        >>> PairSettings(max_traces=64).caps
+        'max_traces=64 (--max-traces)'
+        """
+        limits = {name: getattr(self, name) for name in ("max_contexts", "max_traces", "max_pairs")}
+        return ", ".join(f"{n}={v} (--{n.replace('_', '-')})" for n, v in limits.items() if v is not None)
+
     def with_reasoning(self, reasoning: Reasoning) -> PairSettings:
         """The same settings with the question of `reasoning` settled."""
         return dataclasses.replace(self, reasoning=reasoning)

@@ -212,7 +212,8 @@ def test_a_trace_that_cannot_be_scored_is_said_once_and_counted_always(caplog: p
             m.observe(step, RolloutBatch(step=step, rollouts=(dataclasses.replace(first, turns=(turn,)), *others)))
     assert [record.dropped["first_turn/trace_too_long"] for record in keep.records] == [1, 1]
     assert caplog.messages == [
-        "step 0: 1 of 12 traces cannot be scored (1 trace too long); 4 were. Said once, every record counts them."
+        "step 0: 1 of 12 traces cannot be scored (1 trace too long); 4 were, limited by max_traces=4 "
+        "(--max-traces). Said once, every record counts them."
     ]
 
 
