@@ -118,3 +118,9 @@ def test_control_characters_reach_no_terminal(tmp_path: Path, capsys: pytest.Cap
     main(["preflight", str(dump(tmp_path / "a.jsonl", lines))])
     told = capsys.readouterr()
     assert not set(told.out + told.err) & set("\x1b\x07\u202e\x00\ud800")
+
+
+def test_advice_names_the_option_of_the_command_line(check: Check) -> None:
+    said = check(rows(group=4))[1]
+    assert "no rollout has a success label; --success-threshold (success_threshold=) makes labels of rewards." in said
+    assert "has a success label" not in check(rows(group=4), "--success-threshold", 1)[1]

@@ -60,7 +60,10 @@ def test_parallel_lists_of_a_real_evaluation() -> None:
     assert list(batch.groups().values()) == [list(range(8 * g, 8 * g + 8)) for g in range(6)]
     # Not all are solved, so that a reader which reads True everywhere would be caught.
     assert 0 < sum(bool(r.success) for r in batch) < 48
-    assert any(note.startswith("48 prompts are bare questions") for note in batch.notes)
+    assert (
+        "48 prompts are bare questions, read as the user's chat message "
+        "(as they stand: --plain-prompts, from Python wrap_questions=False)" in batch.notes
+    )
 
 
 def test_bare_questions_can_be_taken_as_they_stand() -> None:

@@ -100,12 +100,12 @@ def rollout_report(
 
     >>> batch = RolloutBatch.from_lists(step=1, prompts=["2+2="] * 2, completions=["4", "5"], rewards=[1.0, 0.0])
     >>> rollout_report(batch).not_measured["pass@k"]
-    'no rollout has a success label; pass success_threshold= to make labels of rewards'
+    'no rollout has a success label; --success-threshold (success_threshold=) makes labels of rewards'
     """
     if not isinstance(batch, RolloutBatch):
         raise RolloutError(
-            f"found {type(batch).__name__} where a RolloutBatch is needed. Make one: RolloutBatch.from_lists(step=step, "
-            "prompts=[...], completions=[...], rewards=[...])."
+            f"found {type(batch).__name__} where a RolloutBatch is needed. Make one: RolloutBatch.from_lists("
+            "step=step, prompts=[...], completions=[...], rewards=[...])."
         )
     if not len(batch):
         return RolloutReport(

@@ -24,10 +24,10 @@ from collapsediag.metrics.tools import tool_metrics
 Values = dict[str, float]
 Reasons = dict[str, str]
 
-_NO_TEXT = "the outputs are token ids only; pass tokenizer="
-_MIXED = "some outputs are known as ids only, others as text only; pass tokenizer="
+_NO_TEXT = "the outputs are token ids only; a tokenizer makes text of them (tokenizer=, preflight --model)"
+_MIXED = "some outputs are ids only, others text only; a tokenizer makes them alike (tokenizer=, preflight --model)"
 _SINGLE = "no group has two rollouts"
-_NO_SUCCESS = "no rollout has a success label; pass success_threshold= to make labels of rewards"
+_NO_SUCCESS = "no rollout has a success label; --success-threshold (success_threshold=) makes labels of rewards"
 
 
 class RolloutReader:
@@ -145,7 +145,9 @@ class RolloutReader:
         unanswered: Values = {"unanswered_fraction": answers.count(None) / len(answers)}
         if mean is None:
             found = "no group has two rollouts with a final answer"
-            nothing = "no final answer was found in any output; pass answer= to say where it stands"
+            nothing = (
+                "no final answer was found in any output; say where it stands: --map answer=KEY, from Python answer="
+            )
             return unanswered, {name: found if any(answers) else nothing}
         return unanswered | {name: mean}, {}
 

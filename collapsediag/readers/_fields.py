@@ -113,7 +113,7 @@ def as_number(row: Row, key: str, value: Any) -> float | None:
         raise row.error(f"field {key!r} is {shown(value)}; a reward must be finite. Leave the row out, or write null.")
     raise row.error(
         f"field {key!r} must be a number, found {kind(value)} ({shown(value)}). Convert it where the file is made, or "
-        "name the right key in the key map."
+        "name the right key in the key map (--map OURS=THEIRS)."
     )
 
 

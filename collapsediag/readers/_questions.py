@@ -12,7 +12,10 @@ from collapsediag.readers._rows import Row
 
 QUESTION_KEYS = ("question", "query", "problem", "prompt", "instruction", "input")
 SYSTEM_KEYS = ("system", "system_prompt")
-WRAPPED = "{n} prompts are bare questions, read as the user's chat message (wrap_questions=False: as they stand)"
+WRAPPED = (
+    "{n} prompts are bare questions, read as the user's chat message "
+    "(as they stand: --plain-prompts, from Python wrap_questions=False)"
+)
 
 # A text with one of these went through a chat template already.
 _TEMPLATE_MARKS = ("<|", "[INST]", "<start_of_turn>", "<\uff5c")
@@ -22,7 +25,7 @@ def question_context(row: Row, fields: Fields, options: ReadOptions) -> dict[str
     """Turn fields of a prompt: its text, and the chat messages that were most likely made of it if it is bare."""
     found = fields.find(row, "question")
     if found is None:
-        raise row.missing("question", "The prompt is needed: name its key in the key map (question=...).")
+        raise row.missing("question", "The prompt is needed: name its key in the key map (--map question=...).")
     if isinstance(found[1], list):
         return {"context_messages": tuple(as_messages(row, *found))}
     question = as_text(row, *found)

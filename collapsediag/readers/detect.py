@@ -72,7 +72,9 @@ def detect_file(path: Path, key_map: Mapping[str, str] | None = None) -> Detecti
     if isinstance(rows, ParquetRows):
         if {"prompt", "completion"} <= set(row.data) or key_map:
             return Detection("trl", f"TRL completions: parquet with {_keys(row.data, 'step', 'prompt', 'completion')}")
-        raise row.missing("prompt", "Of parquet files only TRL's completions are known; else name keys in the key map.")
+        raise row.missing(
+            "prompt", "Of parquet files only TRL's completions are known; else name keys: --map OURS=THEIRS."
+        )
     for source, test in _TESTS:
         reason = test(row.data)
         if reason:

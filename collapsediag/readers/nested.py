@@ -58,7 +58,7 @@ class NestedSource(Source):
         """One group: a rollout for each object of the list."""
         found = self.fields.find(row, "rollouts")
         if found is None:
-            raise row.missing("rollouts", "Name the list of samples in the key map (rollouts=...).")
+            raise row.missing("rollouts", "Name the list of samples in the key map (--map rollouts=...).")
         context = question_context(row, self.fields, self.options)
         rollouts = []
         for i, sample in enumerate(as_list(row, *found)):
@@ -80,7 +80,7 @@ class NestedSource(Source):
         if output is None:
             raise row.error(
                 f"{where} has none of {', '.join(map(repr, TEXT_KEYS))} (found: {', '.join(map(repr, sample))[:200]}). "
-                "Name the text of a sample in the key map: completion=..."
+                "Name the text of a sample in the key map: --map completion=..."
             )
         rewards = value("rewards", as_rewards) or {}
         success = value("success", as_boolean)
