@@ -102,7 +102,12 @@ class ScoringPairs:
         """Why no matrix metric can come of these pairs, in words; None where at least two contexts have traces."""
         left_out = ", ".join(f"{count} {reason.value.replace('_', ' ')}" for reason, count in self.dropped.items())
         if not self.n_traces:
-            return f"no reasoning to score among {self.n_considered} turns ({left_out or 'the batch is empty'})"
+            cure = (
+                "; tokenize_batch(batch, tokenizer) makes ids of text"
+                if self.dropped.get(DropReason.NO_TOKEN_IDS)
+                else ""
+            )
+            return f"no reasoning to score among {self.n_considered} turns ({left_out or 'the batch is empty'}){cure}"
         if self.n_contexts < 2:
             return "only one distinct context, so there is nothing to tell apart; at least two prompts are needed"
         return None

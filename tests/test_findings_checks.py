@@ -296,6 +296,10 @@ def test_chance_from_the_first_step_on_points_at_the_data_first() -> None:
     verdict = cd.judge(run(lambda i: at_chance(i, since=0)))
     assert (verdict["chance_from_the_start"].status, verdict["template_collapse"].status) == ("critical", "warning")
     assert verdict.headline.startswith("Rule out first: retrieval never above chance. TEMPLATE COLLAPSE since step 0")
+    assert "The reasoning says at no scored step which prompt produced it" in verdict.headline
+    assert "no longer" not in verdict.headline
+    assert "no longer says which prompt" in cd.judge(run(at_chance)).headline
+    assert "another than the policy that wrote the rollouts" in verdict["chance_from_the_start"].meaning
     one = cd.judge(run(lambda i: at_chance(i, since=0), n=1))
     assert one["chance_from_the_start"].status == "warning"
     assert one["template_collapse"].status == "skipped"

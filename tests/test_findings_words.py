@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 import collapsediag as cd
-from collapsediag.errors import SettingsError
+from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.findings import verdict_lines
 from collapsediag.findings.words import sentence
 from collapsediag.record import Record
+from collapsediag.testing import TableScorer
 
 
 def falling(*calls: float, **more: float) -> cd.Verdict:
@@ -66,11 +69,72 @@ def test_the_name_of_an_environment_cannot_write_to_the_terminal() -> None:
 def test_a_silent_verdict_says_what_was_checked() -> None:
     verdict = falling(*[2.0] * 8)
     assert verdict_lines(verdict, width=1000) == [verdict.headline]
-    assert verdict.headline.startswith("No sign of collapse in what was checked. 1 check ran, 16 skipped (no scored ")
+    assert verdict.headline.startswith(
+        "No sign of collapse in what was checked; no step was scored, so whether reasoning depends on its prompt was "
+        "not looked at. 1 check ran, 16 skipped (no scored "
+    )
     listed = verdict_lines(verdict, width=1000, every=True)
     assert len(listed) == 1 + 17
     assert "      ok  Tools are used as at the start. Tool calls per rollout 2, at the start 2." in listed
     assert " skipped  entropy_collapse: skipped, no token entropies." in listed
+
+
+class Broken:
+    def score(self, pairs: cd.ScoringPairs) -> cd.LogLikelihoodMatrix:
+        raise ScoringError("out of memory.")
+
+
+def monitored(scorer: Any, prompts: Sequence[Any], completions: Sequence[Any], steps: int = 6) -> cd.Verdict:
+    rewards = [float(i % 2) for i in range(len(prompts))]
+    with cd.Monitor(scorer, every=1, reasoning="completion") as monitor:
+        return cd.judge(
+            monitor.observe(
+                step,
+                cd.RolloutBatch.from_lists(step=step, prompts=prompts, completions=completions, rewards=rewards),
+            )
+            for step in range(steps)
+        )
+
+
+IDS = [[1, p] for p in range(4) for _ in range(2)], [[5 + p, 9, i] for p in range(4) for i in range(2)]
+TABLE = TableScorer(lambda context, trace: -1.0 if context[-1] == trace[0] - 5 else -9.0)
+
+
+def test_a_run_of_which_nothing_could_be_scored_says_so_first_and_how_to_go_on() -> None:
+    texts = [f"what is {p} ?" for p in range(4) for _ in range(2)], [f"it is {i}" for i in range(8)]
+    verdict = monitored(TABLE, *texts)
+    assert verdict.headline.startswith(
+        "Not known: no step could be scored (no reasoning to score among 8 turns (8 no token ids); "
+        "tokenize_batch(batch, tokenizer) makes ids of text). Nothing else showed in what was checked. "
+    )
+    assert (verdict.status, verdict.alarms) == ("ok", ())
+    loud = cd.Verdict(
+        findings=(cd.Finding(check="truncation", status="warning", title="Turns are cut off"),),
+        n_steps=1,
+        n_scored=0,
+        not_known="no step could be scored",
+    )
+    assert loud.headline.startswith("TURNS ARE CUT OFF. Not known: no step could be scored. ")
+
+
+def test_a_run_whose_scoring_was_switched_off_names_the_cause() -> None:
+    said = "no step could be scored (out of memory; switched off after 3 failures in a row)"
+    assert monitored(Broken(), *IDS).headline.startswith(f"Not known: {said}. Nothing else showed in what was checked.")
+    assert monitored(Broken(), *IDS, steps=1).headline.startswith(
+        "Nothing could be checked: no step could be scored (out of memory). 0 checks ran"
+    )
+
+
+def test_a_run_too_short_for_a_collapse_to_be_named_is_not_called_free_of_it() -> None:
+    said = "Not known: only 1 step scored, and a collapse of the reasoning is named after 3. Nothing else showed"
+    assert monitored(TABLE, *IDS, steps=1).headline.startswith(said)
+    assert monitored(TABLE, *IDS, steps=3).headline.startswith("No sign of collapse in what was checked. ")
+
+
+def test_a_run_that_was_not_to_be_scored_is_told_without_alarm_that_it_was_not() -> None:
+    verdict = monitored(None, *IDS)
+    assert verdict.headline.startswith("No sign of collapse in what was checked; no step was scored, so ")
+    assert verdict.not_known == ""
 
 
 def test_str_is_what_a_terminal_shows() -> None:

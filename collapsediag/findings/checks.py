@@ -56,12 +56,14 @@ def judge(records: Iterable[Record], *, settings: FindingSettings | None = None)
     facts = Facts(tuple(record for record in ordered if record.status == "ok"), chosen)
     scored = max(facts.regimes.values(), key=lambda steps: steps[-1].step, default=None)
     first = facts.regimes.get("first_turn") or scored
+    n_scored = len(scored) if scored else 0
     return Verdict(
         findings=tuple(check(facts) for check in CHECKS),
         n_steps=len(ordered),
-        n_scored=len(scored) if scored else 0,
+        n_scored=n_scored,
         n_failed=len(ordered) - len(facts.records),
         last_step=ordered[-1].step if ordered else None,
         last_scored_step=scored[-1].step if scored else None,
         regime=first[-1].name if first else None,
+        not_known=dependence.not_known(ordered, n_scored, chosen.persistence),
     )

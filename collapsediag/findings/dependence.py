@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 
 from collapsediag.findings.facts import Facts, Wording, of_episodes, skipped, too_few
 from collapsediag.findings.finding import RANK, Finding, Status
 from collapsediag.findings.regime import Dependence, RegimeName, RegimeStep, dependences
 from collapsediag.findings.series import high_episodes
-from collapsediag.findings.words import measured
+from collapsediag.findings.words import counted, measured
+from collapsediag.record import Record
 from collapsediag.turn_cuts import DRAWS
 
 NO_MATRIX = "no scored matrix"
+# Characters of an error message that a headline has room for.
+REASON_WIDTH = 240
 
 _TEMPLATE = Wording(
     check="template_collapse",
@@ -22,6 +26,7 @@ _TEMPLATE = Wording(
     meaning="The reasoning no longer says which prompt produced it.",
     next="Then look at the spread of reward variance, and at the signal of the prompts that are left.",
 )
+_NEVER_DEPENDED = "The reasoning says at no scored step which prompt produced it, so nothing shows that it ever did."
 _LOW_ENTROPY = Wording(
     check="low_entropy_collapse",
     title="Low-entropy collapse",
@@ -59,8 +64,11 @@ def compressed_reasoning(facts: Facts) -> Finding:
 
 def _grave_at_chance(facts: Facts, steps: list[RegimeStep]) -> Status:
     # Never seen above chance in this run, it is a state and no collapse yet; `chance_from_the_start` has the alarm.
-    was_above = not all(step.at_chance for step in steps)
-    return "critical" if steps[-1].at_chance and was_above else "warning"
+    return "critical" if steps[-1].at_chance and not _always_at_chance(steps) else "warning"
+
+
+def _always_at_chance(steps: Sequence[RegimeStep]) -> bool:
+    return all(step.at_chance for step in steps)
 
 
 def _worst(
@@ -95,9 +103,13 @@ def _finding(facts: Facts, words: Wording, name: RegimeName, draw: str, status: 
         n_clear=last.n_clear if holds else 0,
         traces=facts.traces(draw) if holds and said != "info" else (),
         evidence=_evidence(points[-1], start),
-        meaning=words.meaning if holds else "",
+        meaning=_meaning(words, steps) if holds else "",
         next=_next(facts, words) if holds else "",
     )
+
+
+def _meaning(words: Wording, steps: Sequence[RegimeStep]) -> str:
+    return _NEVER_DEPENDED if words is _TEMPLATE and _always_at_chance(steps) else words.meaning
 
 
 def _title(words: Wording, steps: list[RegimeStep], name: RegimeName, status: Status) -> tuple[str, Status]:
@@ -129,6 +141,29 @@ def _next(facts: Facts, words: Wording) -> str:
     if words is _TEMPLATE and spread is not None:
         return f"Then look at the spread of reward variance ({measured(spread)})."
     return words.next
+
+
+def not_known(records: Sequence[Record], n_scored: int, needed: int) -> str:
+    """Why nothing can be said of dependence though scoring was tried, in words; "" where it can, or nobody tried.
+
+    records: those of failed steps as well, in the order of their steps.
+    """
+    if n_scored >= needed:
+        return ""
+    tried = [reason for record in records for reason in _not_scored(record)]
+    # The first names the cause. The last may only say what came of it: that scoring was switched off.
+    told = dict.fromkeys(textwrap.shorten(reason, REASON_WIDTH).rstrip(".") for reason in (*tried[:1], *tried[-1:]))
+    why = f" ({'; '.join(told)})" if tried else ""
+    if n_scored:
+        return f"only {counted(n_scored, 'step')} scored, and a collapse of the reasoning is named after {needed}{why}"
+    return f"no step could be scored{why}" if tried else ""
+
+
+def _not_scored(record: Record) -> list[str]:
+    if record.status == "failed":
+        return [] if record.reason is None else [record.reason]
+    names = ("scoring", *(f"collapse_{draw}_sample" for draw in DRAWS))
+    return [record.not_measured[name] for name in names if name in record.not_measured]
 
 
 def mi_saturation(facts: Facts) -> Finding:

@@ -59,6 +59,7 @@ class Verdict:
     n_steps: records judged. n_scored: those with a scored matrix. n_failed: records of steps that failed.
     last_step, last_scored_step: where the run and its scoring end.
     regime: the regime at the last scored step, None where none can be named.
+    not_known: why scoring, though tried, does not say whether the reasoning depends on the prompt; "" where it does.
     """
 
     findings: tuple[Finding, ...]
@@ -68,6 +69,7 @@ class Verdict:
     last_step: int | None = None
     last_scored_step: int | None = None
     regime: str | None = None
+    not_known: str = ""
 
     def __getitem__(self, check: str) -> Finding:
         """The finding of one check; KeyError with the names of all checks."""

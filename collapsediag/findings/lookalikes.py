@@ -22,15 +22,15 @@ _CHANCE = Wording(
     ok="Retrieval was above chance at the start",
     what="retrieval accuracy",
     missing="no scored matrix",
-    meaning="Prompts and completions may be paired wrongly, traces be too few or too short to tell, or the policy "
-    "never looked at its prompt.",
-    next="Read a prompt with its completion; score with more prompts and traces.",
+    meaning="Prompts and completions may be paired wrongly, the scored model be another than the policy that wrote the "
+    "rollouts, traces be too few or too short to tell, or the policy never have looked at its prompt.",
+    next="Read a prompt with its completion; score with the weights that sampled, and with more prompts and traces.",
     is_lookalike=True,
 )
 
 
 def chance_from_the_start(facts: Facts) -> Finding:
-    """Retrieval at chance from the first scored step on: prompts and completions are paired wrongly, most likely."""
+    """Retrieval at chance from the first scored step on: wrongly paired, or scored with another model, most likely."""
     found = [_chance_from_the_start(facts, draw) for draw in facts.regimes]
     if not found:
         return skipped(_CHANCE.check, _CHANCE.title, _CHANCE.missing, is_lookalike=True)

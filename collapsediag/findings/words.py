@@ -71,8 +71,12 @@ def headline(verdict: Verdict) -> str:
         parts.append(sentence(shown))
         if also:
             parts.append(f"Also: {'; '.join(_lowered(f.title) for f in also)}.")
+        if verdict.not_known and not verdict.n_scored:
+            parts.append(f"Not known: {verdict.not_known}.")
     else:
         parts.append(f"{calm(verdict)}.")
+        if verdict.not_known and not _is_blank(verdict):
+            parts.append("Nothing else showed in what was checked.")
     parts.append(counts(verdict))
     if shown is not None:
         reading = f"Read traces {', '.join(map(str, shown.traces))} side by side." if len(shown.traces) > 1 else ""
@@ -88,8 +92,18 @@ def lead(verdict: Verdict) -> Finding | None:
 
 def calm(verdict: Verdict) -> str:
     """What there is to say where nothing was found."""
-    is_blank = len(verdict.skipped) == len(verdict.findings)
-    return "Nothing could be checked" if is_blank else "No sign of collapse in what was checked"
+    if _is_blank(verdict):
+        return "Nothing could be checked" + (f": {verdict.not_known}" if verdict.not_known else "")
+    if verdict.not_known:
+        return f"Not known: {verdict.not_known}"
+    unseen = (
+        "" if verdict.n_scored else "; no step was scored, so whether reasoning depends on its prompt was not looked at"
+    )
+    return f"No sign of collapse in what was checked{unseen}"
+
+
+def _is_blank(verdict: Verdict) -> bool:
+    return len(verdict.skipped) == len(verdict.findings)
 
 
 def counts(verdict: Verdict) -> str:
