@@ -37,6 +37,7 @@ _WHERE = {
     "OpenAICompatibleScorer": "collapsediag.scoring.server",
     "PairSettings": "collapsediag.pairs",
     "PreflightReport": "collapsediag.preflight",
+    "Provenance": "collapsediag.record",
     "Record": "collapsediag.record",
     "RegexFormat": "collapsediag.metrics.format_regex",
     "Rollout": "collapsediag.rollouts",
@@ -128,6 +129,7 @@ if TYPE_CHECKING:
     from collapsediag.probe import gradient_probe as gradient_probe
     from collapsediag.readers import read_rollouts as read_rollouts
     from collapsediag.readers import tokenize_batch as tokenize_batch
+    from collapsediag.record import Provenance as Provenance
     from collapsediag.record import Record as Record
     from collapsediag.rollouts import Rollout as Rollout
     from collapsediag.rollouts import RolloutBatch as RolloutBatch
