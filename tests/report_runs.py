@@ -11,7 +11,7 @@ import numpy as np
 from collapsediag.metrics.from_matrix import matrix_metrics
 from collapsediag.record import Provenance, Record, TraceSample
 from collapsediag.run_folder import RunStore
-from collapsediag.testing import Planted, planted
+from collapsediag.testing import Planted, planted, random_policy
 
 N_HEALTHY, N_COLLAPSED, EVERY = 5, 4, 10
 
@@ -48,6 +48,18 @@ def write_run(
                 record = _scored(record, texts, environments, draws)
                 record = replace(record, traces=tuple(t for t in record.traces if is_kept(step, t.row)))
             store.append(record)
+    return folder
+
+
+def write_noise(folder: Path) -> Path:
+    """A run of 8 scored steps that never depends on its prompt: retrieval at chance, MI within 0.01 of 0."""
+    policy = random_policy(n_contexts=4, dependence=0.03, sharpness=1.0, seed=5)
+    with RunStore(folder, provenance=Provenance(created=1.0, model="noise", dtype="float64")) as store:
+        for step in range(8):
+            matrix = policy.matrix(*policy.sample(8, seed=step))
+            measured = matrix_metrics(matrix, n_resamples=200)
+            values = {f"collapse_first_turn_sample/{name}": value for name, value in measured.items()}
+            store.append(Record(step=step, values=values, matrices={"first_turn": matrix}))
     return folder
 
 

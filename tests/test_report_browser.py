@@ -14,7 +14,7 @@ from collapsediag.record import Record
 from collapsediag.run_folder import RunStore
 
 from .chromium import Chromium, chromium, needs_chromium
-from .report_runs import write_run
+from .report_runs import write_noise, write_run
 
 pytestmark = [pytest.mark.browser, needs_chromium]
 
@@ -93,6 +93,23 @@ def test_it_opens_with_the_verdict_and_asks_for_nothing(browser: Chromium, page:
     assert text(browser, "[data-chart=pass] .why") == "Not measured, because no rollout has a success label."
     assert count(browser, "[data-chart=pass] svg") == 0
     assert browser.requests() == [page]
+    assert browser.problems() == []
+
+
+def test_noise_at_chance_is_drawn_as_the_verdict_says(browser: Chromium, folder: Path) -> None:
+    browser.open(written(folder / "noise.html", build_page([str(write_noise(folder / "noise"))])))
+    assert text(browser, "h1").startswith("Template collapse")
+    (top, bottom), dots, ticks, title = browser.evaluate(
+        "(all => [(box => [box.top, box.bottom])(all('.region.template')[0].getBoundingClientRect()),"
+        " all('.dot.chance').map(e => (box => (box.top + box.bottom) / 2)(e.getBoundingClientRect())),"
+        " all('.tick[text-anchor=end]').map(e => e.getBoundingClientRect().left),"
+        " all('.axis[transform]')[0].getBoundingClientRect().right])"
+        "(name => [...document.querySelectorAll('#regime-map ' + name)])"
+    )
+    assert len(dots) >= 7
+    assert all(top - 0.1 <= dot <= bottom for dot in dots)
+    assert min(ticks) >= title  # no number over the name of its axis
+    assert "Red dots: retrieval at chance" in text(browser, "#regime-map .note")
     assert browser.problems() == []
 
 

@@ -23,7 +23,7 @@ from collapsediag.report.payload import MAX_CHARACTERS, MAX_ROWS
 from collapsediag.run_folder import RunStore, read_matrix, read_records
 from collapsediag.run_writer import writer_of
 
-from .report_runs import write_run
+from .report_runs import write_noise, write_run
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +90,26 @@ def test_the_map_has_every_scored_step_and_the_borders_of_the_judgement(folder: 
     records = {record.step: record.values for record in read_records(folder)}
     prefix = "collapse_first_turn_sample/"
     assert [p[0] for p in path["points"]] == series["scored_steps"] == list(range(0, 81, 10))
-    for step, entropy, mi, _ in path["points"]:
+    for step, entropy, mi, *_ in path["points"]:
         np.testing.assert_allclose(entropy, records[step][prefix + "conditional_entropy_est"], atol=6e-5)
         np.testing.assert_allclose(mi, records[step][prefix + "mi_seq_estimate"], atol=6e-5)
     # The baseline is the first five scored steps: 0.8 of their MI, 0.7 of their H(Z|X).
     base = np.mean([p[1:3] for p in path["points"][:5]], axis=0)
     np.testing.assert_allclose([path["borders"]["entropy"], path["borders"]["mi"]], base * [0.7, 0.8], rtol=1e-3)
     assert path["points"][-1][3] == "template collapse"
+    assert [p[4] for p in path["points"]] == [False] * 5 + [True] * 4
+    assert not path["borders"]["is_chance"]
+
+
+def test_where_nothing_rises_above_chance_the_map_puts_no_step_above_its_border(tmp_path: Path) -> None:
+    path = series_payload(write_noise(tmp_path / "noise"))["regimes"]["first_turn"]
+    at_chance = [p[2] for p in path["points"] if p[4]]
+    assert len(at_chance) >= 7
+    assert path["points"][-1][3:] == ["template collapse", True]
+    assert path["borders"]["is_chance"]
+    # 0.8 of the mean of such numbers is no border: the largest of them is.
+    np.testing.assert_allclose(path["borders"]["mi"], max(at_chance), atol=6e-5)
+    np.testing.assert_allclose(path["mi_range"], 0.1 * np.log(4))
 
 
 def test_the_matrix_comes_back_in_order_and_within_half_a_level(folder: Path) -> None:

@@ -22,6 +22,7 @@ from collapsediag.sinks import JsonlSink
 from collapsediag.testing import planted
 
 from .conftest import import_or_skip
+from .report_runs import write_noise
 
 import_or_skip("matplotlib")
 
@@ -143,6 +144,17 @@ def test_the_map_has_the_path_its_regions_and_filled_dots_where_it_collapsed(ser
         assert borders["entropy"] in (x0, x1)
         assert borders["mi"] in (y0, y1)
     assert {"step 0", "step 13", "template collapse", "diverse reasoning"} <= {text.get_text() for text in axes.texts}
+
+
+def test_noise_around_zero_stays_small_and_in_the_colour_of_collapse(tmp_path: Path) -> None:
+    axes = Figure().add_subplot()
+    series = series_payload(write_noise(tmp_path / "noise"))
+    draw_map(axes, series, "first_turn", PALETTE | {"bad": "#bb0000"}, ["DejaVu Serif"])
+    low, high = axes.get_ylim()
+    assert low < 0 < 0.1 * np.log(4) <= high - low
+    at_chance = [point[4] for point in series["regimes"]["first_turn"]["points"]]
+    assert [dot.get_markeredgecolor() == "#bb0000" for dot in axes.lines[1:]] == at_chance
+    assert any(at_chance)
 
 
 def test_what_was_not_measured_says_why_and_a_dollar_is_a_dollar(tmp_path: Path) -> None:

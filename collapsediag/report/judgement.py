@@ -18,6 +18,8 @@ from collapsediag.findings.words import calm, counts, lead, meaning, measured
 from collapsediag.plain_text import printable
 from collapsediag.record import Record, TraceSample
 
+# Of log P: MI that is noise around 0 looks like that, and not like a path through the regions.
+LEAST_MI_RANGE = 0.1
 _SPOKEN_OF = ("persistence", "dependence_low", "conditional_entropy_low")
 
 
@@ -51,25 +53,33 @@ def verdict_payload(
 
 
 def regime_map(records: Sequence[Record], draw: str) -> dict[str, Any]:
-    """The path of one draw over the map: points [step, H(Z|X), I(X; Z), regime], and where the regions end.
+    """The path of one draw over the map: points [step, H(Z|X), I(X; Z), regime, at chance], where the regions end, and
+    the least range of the axis of MI.
 
     The borders are those the regimes are judged by, at the baseline that the last scored step is compared with; null
-    while there is none. MI is also low where retrieval is at chance, which no border shows.
+    while there is none. MI is also low where retrieval is at chance, which no border shows; a baseline at chance has
+    no MI to take a share of, and the border is the most that a step at chance shows.
     """
     settings = FindingSettings()
     records = [record for record in records if record.status == "ok"]
     scored = dependences(records, draw)
     points = [(p.step, p.entropy, p.mi) for p in scored if p.entropy is not None and p.mi is not None]
-    names = {step.step: step.name for step in regimes(records, namespace=draw, settings=settings)}
+    known = {step.step: step for step in regimes(records, namespace=draw, settings=settings)}
     base = points[: baseline_length(len(points) - 1, settings)] if points else []
-    borders = None
+    borders: dict[str, Any] | None = None
     if base:
         borders = {
             "entropy": settings.conditional_entropy_low * sum(entropy for _, entropy, _ in base) / len(base),
             "mi": settings.dependence_low * sum(mi for _, _, mi in base) / len(base),
+            "is_chance": all(known[step].at_chance for step, _, _ in base),
         }
-    path = [[step, round(entropy, 4), round(mi, 4), names.get(step)] for step, entropy, mi in points]
-    return {"points": path, "borders": borders}
+        if borders["is_chance"]:
+            borders["mi"] = max(borders["mi"], *(mi for step, _, mi in points if known[step].at_chance))
+    path = [
+        [step, round(entropy, 4), round(mi, 4), known[step].name, known[step].at_chance] for step, entropy, mi in points
+    ]
+    bounds = [p.bound for p in scored if p.bound is not None]
+    return {"points": path, "borders": borders, "mi_range": LEAST_MI_RANGE * max(bounds, default=0.0)}
 
 
 def _with_traces(

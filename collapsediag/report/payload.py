@@ -15,7 +15,8 @@
     environments    names under env/
     charts          the charts, see `charts.py`
     verdict         the judgement in words, see `judgement.py`
-    regimes         {draw: {points: [[step, H(Z|X), I(X; Z), regime or null]], borders: {entropy, mi} or null}}
+    regimes         {draw: {points: [[step, H(Z|X), I(X; Z), regime or null, at chance]], mi_range: nats,
+                    borders: {entropy, mi, is_chance} or null}}, see `judgement.py`
     scored_steps    steps of which `scored_payload` has something to show
     live            only where a job is followed: {"state": "running" or "stopped", "words": what to tell the reader}
 

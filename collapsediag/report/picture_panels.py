@@ -60,24 +60,25 @@ def draw_chart(
 
 
 def draw_map(axes: Any, series: Mapping[str, Any], draw: str, colours: Mapping[str, str], serif: Sequence[str]) -> None:
-    """The path over the regime map; filled dots are collapsed steps."""
+    """The path over the regime map; filled dots are collapsed steps, dots in red those at chance."""
     _title(axes, "Path over the regime map: bad when it sinks", colours)
-    regimes = series["regimes"].get(draw) or {"points": [], "borders": None}
+    regimes = series["regimes"].get(draw) or {"points": [], "borders": None, "mi_range": 0.0}
     points, borders = regimes["points"], regimes["borders"]
     if not points:
         reason = series["reasons"].get(f"collapse_{draw}_sample/mi_seq_estimate", "no scored step has both numbers")
         _why(axes, reason, colours)
         return
     x, y = [p[1] for p in points], [p[2] for p in points]
-    _map_limits(axes, x, y, borders)
+    _map_limits(axes, x, [*y, min(*y, 0.0) + regimes["mi_range"]], borders)
     _frame(axes, None, colours)
     if borders:
         _regions(axes, borders, colours, serif)
     axes.plot(x, y, color=colours["main"], linewidth=0.8, zorder=3)
     for i, point in enumerate(points):
-        fill = colours["main"] if "collapse" in (point[3] or "") else colours["paper"]
+        colour = colours["bad" if point[4] else "main"]
+        fill = colour if "collapse" in (point[3] or "") else colours["paper"]
         size = 4.5 if i == len(points) - 1 else 3.2
-        dot = {"markersize": size, "markerfacecolor": fill, "markeredgecolor": colours["main"]}
+        dot = {"markersize": size, "markerfacecolor": fill, "markeredgecolor": colour}
         axes.plot(point[1], point[2], "o", markeredgewidth=0.9, zorder=4, **dot)
     _ends(axes, points, colours)
     words = {"color": colours["soft"], "fontsize": 6, "linespacing": 1.3}

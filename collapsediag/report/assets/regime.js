@@ -1,6 +1,6 @@
 // The regime map: how much the reasoning varies against how much of that is about the prompt, one dot a scored step.
 
-const MAP_MARGIN = { left: 44, right: 14, top: 10, bottom: 38 };
+const MAP_MARGIN = { left: 50, right: 14, top: 10, bottom: 38 };
 const REGIONS = [
   { name: 'compressed reasoning', x: 0, y: 1, class: 'compressed' },
   { name: 'diverse reasoning', x: 1, y: 1, class: 'diverse' },
@@ -45,9 +45,11 @@ class RegimeMap {
     picture.append(...this.regions(borders), ...this.axes(), ...paths.flatMap(path => this.path(path)), this.ring);
     this.plot.replaceChildren(picture);
     const { conditional_entropy_low: low, dependence_low: lowest } = run().verdict.settings;
-    setText(this.note, borders
-      ? `Borders: ${low} and ${lowest} of this run\u2019s own first scored steps. Retrieval at chance counts as low, wherever the dot is.`
-      : 'No borders yet: too few scored steps for a baseline.');
+    const how = borders?.is_chance
+      ? `Borders: ${low} of the H(Z|X) of this run\u2019s own first scored steps, and the most I(X; Z) of a step at chance, as those are.`
+      : `Borders: ${low} and ${lowest} of this run\u2019s own first scored steps.`;
+    const chance = isComparing() ? 'Retrieval at chance counts' : 'Red dots: retrieval at chance, which counts';
+    setText(this.note, borders ? `${how} ${chance} as low wherever the dot is.` : 'No borders yet: too few scored steps for a baseline.');
     this.mark();
   }
 
@@ -56,6 +58,8 @@ class RegimeMap {
     const y = extent(paths.flatMap(({ points }) => points.map(p => p[2])));
     extent(borders ? [borders.entropy] : [], x);
     extent(borders ? [borders.mi, 0] : [0], y);
+    // Noise around 0 stays small beside what there could be.
+    y[1] = Math.max(y[1], y[0] + Math.max(...paths.map(path => path.run.regimes[state.draw].mi_range)));
     const pad = [(x[1] - x[0] || 1) * 0.14, (y[1] - y[0] || 1) * 0.15];
     const high = [x[1] + pad[0], y[1] + pad[1]];
     const low = [Math.max(0, x[0] - pad[0]), y[0] - pad[1]];
@@ -107,8 +111,9 @@ class RegimeMap {
     points.forEach((p, i) => {
       const [cx, cy] = place(p);
       const collapsed = /collapse/.test(p[3] ?? '') ? ' collapsed' : '';
-      const dot = svg('circle', { class: `dot ${style}${collapsed}${faint}`, cx, cy, r: i === points.length - 1 ? 4.5 : 3 });
-      dot.append(svg('title', {}, `${isComparing() ? `${one.name}, ` : ''}step ${p[0]}: ${p[3] ?? 'too early to name'}`));
+      const chance = p[4] && !isComparing() ? ' chance' : '';
+      const dot = svg('circle', { class: `dot ${style}${collapsed}${chance}${faint}`, cx, cy, r: i === points.length - 1 ? 4.5 : 3 });
+      dot.append(svg('title', {}, `${isComparing() ? `${one.name}, ` : ''}step ${p[0]}: ${p[3] ?? 'too early to name'}${p[4] ? ', retrieval at chance' : ''}`));
       dot.addEventListener('click', () => update({ run: one.index, step: nearestStep(one.shownSteps, p[0]) }));
       nodes.push(dot);
     });
