@@ -281,3 +281,27 @@ def test_planning_needs_no_torch() -> None:
 def test_description_of_nothing() -> None:
     cost = CostEstimate(pairs=0, tokens=0, logit_rows=0, naive_tokens=0, floor_tokens=0, floor_rows=0)
     assert cost.describe().startswith("0 pairs: 0 tokens")
+
+
+@pytest.mark.parametrize(("linear", "per_key"), [(1e8, 5e4), (2e5, 512.0), (1.0, 1.0), (1.0, 0.0)])
+def test_trees_are_joined_where_it_saves_more_than_the_others_keys_cost(linear: float, per_key: float) -> None:
+    """Against the costs of both ways, counted out; equal costs count as not paying."""
+    length = 100
+    work = WorkModel(linear=linear, per_key=per_key, own_trees_only=True, max_tokens=4096)
+    for shared in range(1, length - 1):
+        stem = np.arange(shared)
+        traces = [np.concatenate([stem, np.full(length - shared, 500 + k)]) for k in range(2)]
+        steps, _ = choose_shape([np.arange(50)], traces, work)
+        inputs = length - 1  # the last token is not run
+        apart = 2 * inputs * linear + 2 * inputs**2 * per_key
+        joined = (2 * inputs - shared) * linear + (2 * inputs - shared) ** 2 * per_key
+        assert sum(step.n_tokens for step in steps) in (2 * inputs, 2 * inputs - shared)
+        if abs(apart - joined) > 0.01 * apart:
+            assert (sum(step.n_tokens for step in steps) < 2 * inputs) == (joined < apart), shared
+
+
+def test_masked_attention_shares_whatever_is_shared() -> None:
+    traces = [np.array([1, 2, 3, 4]), np.array([1, 5, 6, 7])]
+    work = WorkModel(linear=1.0, per_key=1.0, own_trees_only=False, max_tokens=64)
+    steps, _ = choose_shape([np.arange(50)], traces, work)
+    assert sum(step.n_tokens for step in steps) == 5

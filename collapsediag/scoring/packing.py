@@ -73,12 +73,17 @@ def trie_size(sequences: Sequence[IntArray]) -> int:
 
 
 class SortedTrie:
-    """Sequences in lexicographic order with the questions that packing asks of their trie, and asks for each budget."""
+    """Sequences in lexicographic order with the questions that packing asks of their trie, and asks for each budget.
 
-    def __init__(self, sequences: Sequence[IntArray]):
+    least_shared: beginnings shorter than this count as not shared.
+    """
+
+    def __init__(self, sequences: Sequence[IntArray], least_shared: int = 1):
         self.sequences = list(sequences)
+        self.least_shared = least_shared
         self.size_U = np.array([s.size for s in self.sequences], dtype=np.int64)
         self.common_U = adjacent_common(self.sequences)
+        self.common_U[self.common_U < least_shared] = 0
         self._shape: dict[tuple[int, int], tuple[int, int, list[tuple[int, int]]]] = {}
 
     def nodes(self, low: int, high: int, depth: int) -> int:
@@ -151,8 +156,8 @@ def _subtree_end(depth_T: list[int]) -> IntArray:
 class _Builder:
     """Collects trie nodes and the entries that read them until a step is full."""
 
-    def __init__(self, parent: int, depth: int):
-        self.parent, self.depth = parent, depth
+    def __init__(self, parent: int, depth: int, least_shared: int):
+        self.parent, self.depth, self.least_shared = parent, depth, least_shared
         self.token: list[int] = []
         self.node_depth: list[int] = []
         self.path: list[int] = []
@@ -165,7 +170,8 @@ class _Builder:
     def add(self, number: int, trace: IntArray) -> None:
         """Add the nodes of `trace` from this builder's depth to its end, and its entries."""
         inputs = trace[:-1]
-        shared = self.depth if self.last is None else max(self.depth, common_length(self.last, inputs))
+        common = 0 if self.last is None else common_length(self.last, inputs)
+        shared = max(self.depth, common) if common >= self.least_shared else self.depth
         first = len(self.token)
         self.path = self.path[: shared - self.depth] + list(range(first, first + inputs.size - shared))
         self.token += inputs[shared:].tolist()
@@ -302,11 +308,11 @@ def lay_apart(trie: SortedTrie, budget: int) -> list[Slot]:
     return slots
 
 
-def build_steps(traces: Sequence[IntArray], slots: Sequence[Slot]) -> list[Step]:
-    """The slots' steps."""
+def build_steps(traces: Sequence[IntArray], slots: Sequence[Slot], least_shared: int = 1) -> list[Step]:
+    """The slots' steps. least_shared: that of the trie they were laid out from."""
     steps = []
     for slot in slots:
-        builder = _Builder(slot.parent, slot.depth)
+        builder = _Builder(slot.parent, slot.depth, least_shared)
         for low, high in slot.ranges:
             if slot.stop is not None:
                 builder.add_shared(np.arange(low, high), traces, slot.stop)
@@ -318,9 +324,9 @@ def build_steps(traces: Sequence[IntArray], slots: Sequence[Slot]) -> list[Step]
     return steps
 
 
-def inputs_trie(traces: Sequence[IntArray]) -> SortedTrie:
+def inputs_trie(traces: Sequence[IntArray], least_shared: int = 1) -> SortedTrie:
     """The trie that runs: the last token of a trace predicts nothing, so it is not an input."""
-    return SortedTrie([t[:-1] for t in traces])
+    return SortedTrie([t[:-1] for t in traces], least_shared)
 
 
 def pack_traces(traces: Sequence[IntArray], budget: int) -> list[Step]:

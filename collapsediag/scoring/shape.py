@@ -5,6 +5,7 @@ Legend: T tokens of a chunk; B contexts of a batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def choose_shape(contexts: Sequence[IntArray], traces: Sequence[IntArray], work:
     computed); short chunks over many contexts do the opposite. The work model decides. A trace is cut in pieces only
     where it does not fit one forward pass.
     """
-    trie = inputs_trie(traces)
+    trie = inputs_trie(traces, _least_shared(traces, work))
     longest = int(trie.size_U.max(initial=0))
     sizes = [size for size in CHUNK_SIZES if min(longest, work.max_tokens) <= size <= work.max_tokens]
     best: tuple[float, list[Slot], int] | None = None
@@ -67,7 +68,21 @@ def choose_shape(contexts: Sequence[IntArray], traces: Sequence[IntArray], work:
         if len(slots) <= 1:
             break
     assert best is not None
-    return build_steps(traces, best[1]), best[2]
+    return build_steps(traces, best[1], trie.least_shared), best[2]
+
+
+def _least_shared(traces: Sequence[IntArray], work: WorkModel) -> int:
+    """Tokens s that two traces must share before running these once pays for what they compute of each other's keys.
+
+    Two trees of L tokens compute 2 L^2 (token, key) pairs, masked or not, and joined to one (2 L - s)^2. So joining
+    pays where s linear > ((2 L - s)^2 - 2 L^2) per_key: from a token or two on in models of a useful size, from tens on
+    in tiny ones.
+    """
+    if not work.own_trees_only or not work.per_key:  # strangers' keys are computed anyway, or cost nothing
+        return 1
+    length = float(np.mean([t.size for t in traces]))
+    half = 2 * length + work.linear / work.per_key / 2
+    return max(1, math.ceil(half - math.sqrt(half**2 - 2 * length**2)))
 
 
 def apart_shape(contexts: Sequence[IntArray], traces: Sequence[IntArray], work: WorkModel) -> tuple[list[Step], int]:
