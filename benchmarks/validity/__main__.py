@@ -3,8 +3,8 @@
     python -m benchmarks.validity --out runs/validity --workers 2     train what is missing, then analyse
     python -m benchmarks.validity --analyse runs/validity             analyse alone
 
-Eighty training runs of the demo's policy, one folder each. Runs that are finished are kept, so that a study that was
-stopped goes on where it was. The analysis writes docs/validity.md and its plots.
+Training runs of the demo's policy, one folder each (`runs.study_runs` lists them). Runs that are finished are kept, so
+that a study that was stopped goes on where it was. The analysis writes docs/validity.md and its plots.
 """
 
 from __future__ import annotations

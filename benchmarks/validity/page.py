@@ -75,7 +75,7 @@ def _head(study: Study) -> str:
         f"""Written by `python -m benchmarks.validity --out runs/validity --workers 2`; from finished runs again by
         `--analyse runs/validity` (plots: `pip install matplotlib`). {len(study.outcomes)} training runs on
         {platform.machine()}, {os.cpu_count()} CPU cores, one thread a run; seeds 0 to {N_SEEDS - 1}.
-        Training takes some 20 minutes of CPU time, the analysis two."""
+        The whole took 34 minutes on two cores that had other work as well, 26 minutes of CPU time."""
     )
     return f"# Do the numbers tell the truth?\n\n{made}\n\n{verdict(study)}"
 

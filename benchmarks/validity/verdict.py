@@ -80,8 +80,8 @@ def _thresholds(study: Study) -> str:
     half, chosen = scan[0.5], scan[0.8]
     return f"""**Thresholds.** Half of the start, the first guess, found {half.first.detected.k} of
     {half.first.detected.n} and {half.second.detected.k} of {half.second.detected.n}; 0.8, the lowest that found
-    most of the first half, finds {chosen.first.detected.k} and {chosen.second.detected.k}, without a false alarm
-    in either. The other thresholds stayed."""
+    most of the first half, finds {chosen.first.detected.k} and {chosen.second.detected.k}, with
+    {chosen.first.false_runs.k} and {chosen.second.false_runs.k} false alarms. The other thresholds stayed."""
 
 
 def _few(study: Study) -> str:
