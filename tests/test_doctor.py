@@ -102,7 +102,7 @@ def test_the_extras_are_those_of_the_project() -> None:
     # An editable installation knows the extras of the day it was made.
     assert {"hf", "gguf"} <= set(doctor.extra_names(lines)) <= set(names) - set(doctor.DEVELOPMENT_EXTRAS)
     found = {package.name: package.minimum for package in doctor.packages(lines, "gguf")}
-    assert found == {"torch": "2.4", "transformers": "4.53", "gguf": "0.10"}
+    assert found == {"torch": "2.4", "transformers": "4.53", "gguf": "0.10", "accelerate": "1.0"}
 
 
 def test_a_package_that_is_not_installed_says_so(
