@@ -262,7 +262,7 @@ def test_a_trace_that_scores_the_same_everywhere_was_not_retrieved() -> None:
     assert "(group g): not told apart from 2 other prompts; log p -1.00 nats;" in traces_as_text(record, "turn")
 
 
-# -- MLflow, and Trackio, which is 135 MB and therefore not in the test extra: .ci/more runs its test --------------------
+# -- MLflow, and Trackio, which is 135 MB and therefore not in the test extra: .ci/more runs its test ------------------
 
 
 @pytest.mark.parametrize(
