@@ -21,6 +21,7 @@ from collapsediag.demo import DemoTraining, task
 from collapsediag.demo.policy import new_policy, sample, warm_up
 from collapsediag.record import Provenance
 from collapsediag.sinks import JsonlSink
+from collapsediag.whole_files import replacing
 
 IntArray = NDArray[np.int64]
 N_EVALUATION = 96
@@ -70,9 +71,8 @@ def _answers(policy: Any, prompts: list[task.Prompt], seed: int, step: int) -> I
 
 def _save(file: Path, steps_S: IntArray, shown_E3: IntArray, outputs_SET: list[IntArray]) -> None:
     """Last of all files of a run, and in one piece: a run that has it is finished."""
-    part = file.with_suffix(".part.npz")
-    np.savez_compressed(part, steps=steps_S, shown=shown_E3, outputs=np.array(outputs_SET, dtype=np.int16))
-    part.replace(file)
+    with replacing(file) as part, part.open("wb") as stream:
+        np.savez_compressed(stream, steps=steps_S, shown=shown_E3, outputs=np.array(outputs_SET, dtype=np.int16))
 
 
 def _warmed_up(seed: int, steps: int, out: Path) -> Any:
@@ -80,11 +80,11 @@ def _warmed_up(seed: int, steps: int, out: Path) -> Any:
     file = out / "starts" / f"{seed}-{steps}.pt"
     policy = new_policy(seed)
     if file.exists():
-        policy.load_state_dict(torch.load(file))
+        policy.load_state_dict(torch.load(file, weights_only=True))
         return policy
     warm_up(policy, steps=steps, seed=seed)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
+    part = file.with_suffix(f".{os.getpid()}")  # not `replacing`: two workers may make the same start at once
     torch.save(policy.state_dict(), part)
     part.replace(file)
     return policy
