@@ -165,6 +165,7 @@ def naive(model: Any, context: IntArray, traces: list[IntArray], pad_to: int) ->
         for row, trace in enumerate(batch):
             sequence = np.concatenate([context, trace])
             ids[row, : sequence.size], mask[row, : sequence.size] = torch.from_numpy(sequence), 1
+        ids, mask = ids.to(model.device), mask.to(model.device)
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         logp = torch.log_softmax(logits[:, context.size - 1 : -1].float(), -1)
         logp.gather(-1, ids[:, context.size :, None]).sum()

@@ -530,7 +530,7 @@ def test_weights_that_are_nan_give_rows_that_are_nan(way: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "flash"}, "attention 'flash' is not known; choose one of auto, cascade, masked, plain"),
+        ({"attention": "flash"}, "attention 'flash' is not known; choose one of auto, cascade, flex, masked, plain"),
         ({"token_budget": 15}, "token_budget is 15; at least 16"),
         ({"check_every": -1}, "check_every is -1; 0 switches the self-check off"),
         ({"temperature": 0}, "temperature is 0; it must be above 0"),

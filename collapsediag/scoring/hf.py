@@ -19,6 +19,7 @@ from collapsediag.scoring.access import ModelAccess, check_ids
 from collapsediag.scoring.attention import Attention, CascadeAttention, MaskedAttention
 from collapsediag.scoring.checks import self_check
 from collapsediag.scoring.cost import CostEstimate, estimate, plan_tokens
+from collapsediag.scoring.flex import FlexAttention
 from collapsediag.scoring.guard import one_at_a_time, undisturbed
 from collapsediag.scoring.head import HeadTap, UnsupportedModelError
 from collapsediag.scoring.memory import MIN_TOKENS, BackOff, is_out_of_memory, release_memory, work_model
@@ -34,7 +35,7 @@ BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 ProgressCallback = Callable[[int, int], None]
 
-ATTENTION = ("auto", "cascade", "masked", "plain")
+ATTENTION = ("auto", "cascade", "flex", "masked", "plain")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ScoreInfo:
 
     path: "prefix", "state" (traces continue copies of each context's state, unpacked) or "plain".
     reason: why not the first, None for it.
-    attention: "cascade" or "masked", how the fast path attends; None on the plain path.
+    attention: "cascade", "flex" or "masked", how the fast path attends; None on the plain path.
     check: largest difference between both paths in the self-check, nats per token; None where none was due. In low
         precision this is the noise that retrieval and MI carry.
     dtype: of the model's parameters. token_budget: tokens of one forward pass at the end.
@@ -73,7 +74,8 @@ class HFScorer:
     check_every: compare a few pairs with the plain path at the first call, every so many calls, and once pairs are over
         twice as long as any compared before; 0: never.
     max_tokens: longest context and trace together; the model's own limit where None.
-    attention: how the fast path attends ("cascade", "masked"), or "plain" for no fast path; "auto" chooses.
+    attention: how the fast path attends ("cascade"; "masked"; "flex": torch's compiled FlexAttention, masked where that
+        fails), or "plain" for no fast path; "auto" chooses cascade or masked.
     """
 
     def __init__(
@@ -216,17 +218,16 @@ class HFScorer:
 
     def _ways(self, access: ModelAccess) -> list[Attention]:
         """Ways to attend that are left to try, the fastest first."""
-        wanted = {"cascade", "masked"} if self.attention == "auto" else {self.attention}
+        wanted = {"auto": {"cascade", "masked"}, "flex": {"flex", "masked"}}.get(self.attention, {self.attention})
         if self.attention == "auto" and not CascadeAttention.suits(access):
             wanted = {"masked"}
-        ways: list[Attention] = [CascadeAttention(access), MaskedAttention(access)]
+        ways: list[Attention] = [CascadeAttention(access), FlexAttention(access), MaskedAttention(access)]
         return [way for way in ways if way.name in wanted and way.name not in self._failed]
 
     def _work(self, access: ModelAccess, unique: Unique) -> Any:
         longest = max((c.size for c in unique.contexts), default=1)
-        ways = self._ways(access)
-        cascade = bool(ways) and ways[0].name == "cascade"
-        return work_model(access, longest, self.token_budget, shrink=self._budget.shrink, cascade=cascade)
+        names = [way.name for way in self._ways(access)] or ["masked"]
+        return work_model(access, longest, self.token_budget, shrink=self._budget.shrink, attention=names[0])
 
     def _results(
         self,

@@ -58,10 +58,11 @@ def step_masks(
     prefix_position_BK: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor | Mapping[str, torch.Tensor]:
-    """Additive masks [B or 1, 1, T, K + T] in the form that transformers models take.
+    """Masks [B or 1, 1, T, K + T] in the form that transformers models take: additive, or True where one may look.
 
     own_TT: who sees whom inside the step. position_BT: positions of the step's tokens.
     valid_BK: prefix keys that are not padding, None where none is. prefix_position_BK: positions of the prefix keys.
+    dtype: of the mask; bool for masks that are not added.
     """
     batch, tokens = position_BT.shape
     prefix_keys = prefix_position_BK.shape[1]
@@ -71,15 +72,17 @@ def step_masks(
     if valid_BK is not None:
         allowed[:, :, :prefix_keys] = valid_BK[:, None, :]
     if kinds.window is None:
-        return _additive(allowed, dtype)
+        return _mask(allowed, dtype)
     key_position = torch.cat([prefix_position_BK.expand(batch, -1), position_BT], dim=1)
     near = allowed & (position_BT[:, :, None] - key_position[:, None, :] < kinds.window)
     if len(kinds.kinds) < 2:
-        return _additive(near, dtype)
-    return {kind: _additive(near if "sliding" in kind else allowed, dtype) for kind in kinds.kinds}
+        return _mask(near, dtype)
+    return {kind: _mask(near if "sliding" in kind else allowed, dtype) for kind in kinds.kinds}
 
 
-def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bool:
+        return allowed[:, None]
     # Additive, because eager attention adds it; the smallest finite number, because a row of -inf alone would be NaN.
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]

@@ -158,13 +158,14 @@ class Shape:
 
 
 def work_model(
-    access: ModelAccess, longest_context: int, token_budget: int | None, *, shrink: int = 1, cascade: bool = False
+    access: ModelAccess, longest_context: int, token_budget: int | None, *, shrink: int = 1, attention: str = "masked"
 ) -> WorkModel:
     """Tokens of a forward pass and of held contexts for this model here, divided by `shrink`.
 
-    cascade: prefix and own tokens attend apart, without copies and masks.
+    attention: "cascade": prefix and own tokens attend apart, without copies and masks; "flex": blocks of strangers are
+        left out; "masked": everything is computed.
     """
-    shape, device = Shape.of(access), access.device
+    shape, device, cascade = Shape.of(access), access.device, attention == "cascade"
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -179,9 +180,9 @@ def work_model(
         launch = CPU_LAUNCH
     return WorkModel(
         linear=shape.linear_flops,
-        per_key=shape.flops_per_key * (1.0 if cascade else ATTENTION_PENALTY),
+        per_key=shape.flops_per_key * (ATTENTION_PENALTY if attention == "masked" else 1.0),
         per_row_key=0.0 if cascade else shape.row_key_bytes * FLOPS_PER_BYTE,
-        own_trees_only=cascade,
+        own_trees_only=attention != "masked",
         per_forward=launch * shape.layers,
         per_call=launch * shape.layers * CALL_SHARE if cascade else 0.0,
         max_tokens=max(MIN_TOKENS, (token_budget or _power_of_two(tokens)) // shrink),
