@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# From here on a float has no digits to show for all its places.
+LONG_NUMBER = 1e15
+
 
 def printable(text: str) -> str:
     """Text of a model or a file, safe to print: control and direction-changing characters become visible escapes.
@@ -15,7 +18,7 @@ def printable(text: str) -> str:
 def number(value: float, digits: int = 4) -> str:
     """Significant digits, without a needless exponent.
 
-    >>> number(0.0625), number(1234.5), number(3.0)
-    ('0.0625', '1234', '3')
+    >>> number(0.0625), number(1234.5), number(3.0), number(1.5e300)
+    ('0.0625', '1234', '3', '1.5e+300')
     """
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    return f"{value:.0f}" if 1000 <= abs(value) < LONG_NUMBER else f"{value:.{digits}g}"

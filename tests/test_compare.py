@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +84,38 @@ def test_counts_times_intervals_and_the_outcome_itself_are_no_diagnostics() -> N
 def test_slope_is_per_step_and_needs_two() -> None:
     assert summarise([0, 10, 40], [1.0, 2.0, 5.0], "slope") == pytest.approx(0.1)
     assert summarise([0], [1.0], "slope") is None
+
+
+def test_values_at_the_end_of_floats_against_exact_arithmetic() -> None:
+    huge = sys.float_info.max
+    for values in ([huge] * 3, [huge, -huge, huge / 2, 1e300], [1e308, 1.2e308, 1.7e308], [5e-324, 1e-323, 0.0]):
+        exact = [Fraction(value) for value in values]
+        assert summarise([0, 1, 2, 3], values, "mean") == pytest.approx(float(sum(exact) / len(exact)), rel=1e-15)
+        steps = [1000 * i for i in range(len(values))]
+        centred = [step - Fraction(sum(steps), len(steps)) for step in steps]
+        slope = sum(c * v for c, v in zip(centred, exact, strict=True)) / sum(c * c for c in centred)
+        assert summarise(steps, values, "slope") == pytest.approx(float(slope), rel=1e-14, abs=5e-324)
+    assert summarise([0, 1], [-huge, huge], "slope") is None
+    assert summarise([0, 1, 2], [0.1] * 3, "mean") == 0.1
+
+
+def test_huge_values_are_ranked_and_shown_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = []
+    for r in range(5):
+        with RunStore(tmp_path / str(r)) as store:
+            for i in range(6):
+                values = {"reward/mean": (r + 1) * 3.4e307, "length/mean": 1.7e308 - (r + i) * 1e306}
+                store.append(Record(step=i, values=values))
+        folders.append(str(tmp_path / str(r)))
+    assert main(["compare", *folders, "--json"]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    data = json.loads(told.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert sorted(data["outcomes"].values()) == pytest.approx([(r + 1) * 3.4e307 for r in range(5)], rel=1e-15)
+    rhos = {(c["metric"], c["summary"]): c["rho"] for c in data["correlations"]}
+    assert rhos[("length/mean", "mean")] == pytest.approx(-1)
+    assert main(["compare", *folders]) == 0
+    assert "1.7e+308" in capsys.readouterr().out
 
 
 def test_few_runs_are_said_to_be_few() -> None:

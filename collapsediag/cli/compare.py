@@ -68,13 +68,17 @@ def print_comparison(comparison: Comparison, top: int) -> None:
         console.print(correlation_table(comparison, rows))
     hidden = len(comparison.correlations) - len(rows)
     if hidden:
-        console.print(f"{hidden} more rows: --top 0 shows all.", markup=False)
+        console.print(f"{_rows(hidden, 'more ')}: --top 0 shows all.", markup=False)
     for run in comparison.runs_left_out:
         console.print(f"left out {printable(run)}: it does not hold {printable(comparison.outcome)}", markup=False)
     if comparison.left_out:
-        console.print(f"{len(comparison.left_out)} rows left out: constant, or in fewer than 3 runs.", markup=False)
+        console.print(f"{_rows(len(comparison.left_out))} left out: constant, or in fewer than 3 runs.", markup=False)
     if not is_doubtful:
         _print_warning(console, comparison)
+
+
+def _rows(n: int, more: str = "") -> str:
+    return f"{n} {more}row{'' if n == 1 else 's'}"
 
 
 def _print_warning(console: Console, comparison: Comparison) -> None:

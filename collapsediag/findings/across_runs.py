@@ -6,6 +6,7 @@ Legend: R runs.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ import numpy as np
 from collapsediag.errors import MetricError
 from collapsediag.metrics.registry import canonical_name, find
 from collapsediag.record import Record
-from collapsediag.statistics import spearman
+from collapsediag.statistics import FloatArray, spearman
 
 Summary = Literal["mean", "last", "minimum", "slope"]
 SUMMARIES: tuple[Summary, ...] = ("mean", "last", "minimum", "slope")
@@ -109,7 +110,7 @@ def compare_runs(runs: Mapping[str, Sequence[Record]], *, outcome: str | None = 
     """
     held = {run: _series(records) for run, records in runs.items()}
     name = outcome if outcome is not None else _default_outcome(held)
-    outcomes = {run: float(np.mean(s[name][1][-N_OUTCOME_STEPS:])) for run, s in held.items() if name in s}
+    outcomes = {run: _mean(s[name][1][-N_OUTCOME_STEPS:]) for run, s in held.items() if name in s}
     if len(outcomes) < 2:
         known = {key for series in held.values() for key in series if not _NO_DIAGNOSTIC.search(key)}
         raise MetricError(
@@ -150,13 +151,13 @@ def _names_held(name: str, known: set[str]) -> str:
 
 
 def summarise(steps: Sequence[int], values: Sequence[float], summary: Summary) -> float | None:
-    """One number for a series; None for a slope through fewer than 2 steps.
+    """One number for a series; None for a slope through fewer than 2 steps, or steeper than a float can say.
 
     >>> [summarise([0, 10, 20], [3.0, 2.0, 1.0], summary) for summary in SUMMARIES]
     [2.0, 1.0, 1.0, -0.1]
     """
     if summary == "mean":
-        return float(np.mean(values))
+        return _mean(values)
     if summary == "last":
         return float(values[-1])
     if summary == "minimum":
@@ -164,7 +165,24 @@ def summarise(steps: Sequence[int], values: Sequence[float], summary: Summary) -
     if len(steps) < 2:
         return None
     centred = np.asarray(steps, dtype=np.float64) - np.mean(steps)
-    return float(centred @ np.asarray(values) / (centred @ centred))
+    small, exponent = _scaled(values)
+    try:
+        return math.ldexp(centred @ small / (centred @ centred), exponent)
+    except OverflowError:
+        return None
+
+
+def _mean(values: Sequence[float]) -> float:
+    small, exponent = _scaled(values)
+    # No mean is outside of its values, but its last digit may be: the largest float of all would overflow.
+    return math.ldexp(np.clip(small.mean(), small.min(), small.max()), exponent)
+
+
+def _scaled(values: Sequence[float]) -> tuple[FloatArray, int]:
+    """The values over a power of two, so that no sum of them overflows, and its exponent; digits stay as they are."""
+    _, exponents = np.frexp(values)
+    exponent = int(exponents.max())
+    return np.ldexp(values, -exponent), exponent
 
 
 def _series(records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
