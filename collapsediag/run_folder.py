@@ -28,7 +28,7 @@ from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.record import SCHEMA_VERSION, Provenance, Record, is_trace_line
 from collapsediag.retention import step_to_forget
 from collapsediag.run_writer import WRITER_FILE, Writer, writer_json, writer_of
-from collapsediag.whole_files import ending, replacing
+from collapsediag.whole_files import clear_leftovers, ending, replacing
 
 logger = logging.getLogger("collapsediag")
 
@@ -166,6 +166,7 @@ class RunStore:
             raise RunFolderError(f"{self.path} is a file; a run folder is needed.")
         for folder in (self.path, self.path / "matrices", self.path / "traces"):
             folder.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(folder)
         if not (self.path / RUN_FILE).exists():
             provenance = self._provenance or Provenance.collect()
             content = json.dumps(provenance.to_json(), indent=2, default=str).encode()

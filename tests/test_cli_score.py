@@ -355,6 +355,7 @@ KILLED = """
     import os, signal, sys
     from collapsediag import run_folder
     from collapsediag.cli import main
+    from collapsediag.whole_files import replacing
 
     whole = run_folder.RunStore.append
 
@@ -362,10 +363,12 @@ KILLED = """
         if record.step == 3:
             # As far as a kill in the middle of a write gets: half a matrix, and half of the line.
             line = run_folder._json_line(record.to_json())
-            (self.path / "matrices" / (run_folder.matrix_name(3, "first_turn") + ".tmp")).write_bytes(b"PK half")
-            self._stream.write(line[: len(line) // 2])
-            self._stream.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
+            with replacing(self.path / "matrices" / run_folder.matrix_name(3, "first_turn")) as half:
+                half.write_bytes(b"PK half")
+                os.utime(half, (0, 0))  # long ago
+                self._stream.write(line[: len(line) // 2])
+                self._stream.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
         whole(self, record)
 
     run_folder.RunStore.append = append
@@ -390,9 +393,11 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(
     )
     assert killed.returncode == -9, killed.stderr
     assert [record.step for record in read_records(tmp_path / "run")] == [1, 2]
+    assert len(list((tmp_path / "run" / "matrices").glob(".*"))) == 1
 
     code, said = score(file, "--resume")
     assert code == 0
+    assert list((tmp_path / "run" / "matrices").glob(".*")) == []
     assert said.count("already recorded, not redone") == 2
     assert said.count(" pairs: ") == 2  # of steps 4 and 5: 3 has nothing to score
     assert [record.step for record in iter_records(tmp_path / "run")] == [1, 2, 3, 4, 5]

@@ -22,7 +22,7 @@ from collapsediag.plain_text import printable
 from collapsediag.record import Record
 from collapsediag.report import page_html, scored_payload, series_payload
 from collapsediag.run_folder import read_records
-from collapsediag.whole_files import replacing
+from collapsediag.whole_files import clear_leftovers, replacing
 
 # A page holds no more scored steps than anyone steps through; they are spread evenly over the run.
 MAX_SCORED = 60
@@ -116,7 +116,9 @@ def write_file(out: Path, content: bytes) -> None:
     """Replace an older file whole or not at all."""
     try:
         # Of a link, /dev/stdout for example, what it leads to is replaced.
-        with replacing(out.resolve() if out.is_file() else out) as temporary:
+        target = out.resolve() if out.is_file() else out
+        clear_leftovers(target.parent)
+        with replacing(target) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
         raise RunFolderError(f"{out} cannot be written ({error.strerror or error}).") from error
