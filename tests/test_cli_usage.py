@@ -27,6 +27,18 @@ from collapsediag.cli import main
             ["score", "a.jsonl", "--out", "a"],
             "error: the following arguments are required: --model\nsee collapsediag score --help\n",
         ),
+        (
+            ["score", "a.jsonl", "--modle", "X", "--out", "Y"],
+            "error: unrecognized arguments: --modle (did you mean --model?)\nsee collapsediag score --help\n",
+        ),
+        (
+            ["score", "--mod=X", "--out", "Y"],  # a beginning of a name will do
+            "error: the following arguments are required: ROLLOUTS\nsee collapsediag score --help\n",
+        ),
+        (
+            ["--versoin"],
+            "error: unrecognized arguments: --versoin (did you mean --version?)\nsee collapsediag --help\n",
+        ),
         ([], "error: the following arguments are required: COMMAND\nsee collapsediag --help\n"),
     ],
 )

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import importlib
 import io
+import itertools
 import logging
 import os
 import sys
@@ -38,17 +39,31 @@ COMMANDS = {
 class _Parser(argparse.ArgumentParser):
     """Tells a usage error in one line and where the help is; the usage of `score` alone would be 25 lines."""
 
+    given: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):
+            # One that is there under a wrong name is not missing.
+            options = [arg for arg in itertools.takewhile("--".__ne__, self.given) if arg.startswith("--")]
+            unknown = [option for option in options if not self._is_known(option)]
+            message = self._unrecognized(unknown) if unknown else message
         self.exit(EXIT_INPUT_ERROR, f"error: {printable(message)}\nsee {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self.given = sys.argv[1:] if args is None else args
         # Here, not in parse_args, which only the parser above the commands runs: it does not know their options.
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            option = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(option, self._option_string_actions, n=1)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{f' (did you mean {near[0]}?)' if near else ''}")
+            self.error(self._unrecognized(unknown))
         return found, unknown
+
+    def _is_known(self, option: str) -> bool:
+        name = option.partition("=")[0]
+        return any(known.startswith(name) for known in self._option_string_actions)
+
+    def _unrecognized(self, unknown: Sequence[str]) -> str:
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+        return f"unrecognized arguments: {' '.join(unknown)}{f' (did you mean {near[0]}?)' if near else ''}"
 
 
 def build_parser() -> argparse.ArgumentParser:
