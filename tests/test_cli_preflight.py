@@ -124,3 +124,23 @@ def test_advice_names_the_option_of_the_command_line(check: Check) -> None:
     said = check(rows(group=4))[1]
     assert "no rollout has a success label; --success-threshold (success_threshold=) makes labels of rewards." in said
     assert "has a success label" not in check(rows(group=4), "--success-threshold", 1)[1]
+
+
+def test_the_format_is_declared_at_the_command_line(check: Check) -> None:
+    lines = rows(group=4, completion="Move: up")
+    said = check(lines)[1]
+    assert "Declare the format that your reward expects, --format (format=), to have it checked." in said
+    assert "format 1 100% of the outputs are in the format." in check(lines, "--format", "regex:Move: \\w+")[1]
+    assert "0% of the outputs are in the format (no match 100%)" in check(lines, "--format", "regex:Move")[1]
+    tagged = rows(group=4, completion="<plan>a</plan><move>up</move>")
+    assert "100% of the outputs are in the format." in check(tagged, "--format", "tags:plan,look,move")[1]
+    assert "100% of the outputs are in the format." in check(tagged, "--format", "tags:plan")[1]
+    assert "the format (no answer 100%)." in check(tagged, "--format", "tags:plan,look")[1]
+    for form, why in (
+        ("verl", "'verl' is no form of outputs: write tags:REASONING,ACTION,... or regex:PATTERN."),
+        ("tags:", "is no form of outputs"),
+        ("tags:<think>", "give it without brackets"),
+        ("regex:(", "is not a regular expression"),
+    ):
+        code, said = check(lines, "--format", form)
+        assert (code, why in said) == (2, True), said

@@ -273,6 +273,7 @@ def test_vocabularies_that_differ_and_weights_that_are_nan(
         (("--max-traces", "-1"), "0 means no limit"),
         (("--max-traces", "x"), "'x' is not a whole number"),
         (("--success-threshold", "nan"), "'nan' is not a number"),
+        (("--format", "verl"), "'verl' is no form of outputs"),
         (("--map", "zzz"), "write OURS=THEIRS"),
         (("--map", "foo=bar"), "'foo' is not a name"),
         (("--map", "completion=nope"), "field 'nope' is missing"),
@@ -338,6 +339,19 @@ def test_a_run_is_not_written_over(score: Callable[..., tuple[int, str]], tmp_pa
     assert code == 0
     assert "step 1: already recorded, not redone" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_declared_format_is_in_the_numbers_and_in_the_settings(
+    score: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    lines = rows(completion="<think>a</think>up")
+    for form, valid in (("tags:think", 1.0), ("tags:think,answer", 0.0), ("regex:.*up", 1.0)):
+        out = tmp_path / form
+        assert score(lines, "--format", form, out=out)[0] == 0
+        assert read_records(out)[0].values["format/valid_fraction"] == valid
+        assert read_run(out)["settings"]["format"] == form
+    code, said = score(rows(steps=(1, 2)), "--resume", "--format", "tags:think", out=out)
+    assert (code, "--format was 'regex:.*up' and now is 'tags:think'" in said) == (2, True)
 
 
 def test_a_run_is_resumed_with_its_own_settings_only(score: Callable[..., tuple[int, str]], tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches, finite, require_tokenizer
+from collapsediag.cli.rollout_arguments import (
+    add_rollout_arguments,
+    batches,
+    declared_format,
+    finite,
+    require_tokenizer,
+)
 from collapsediag.errors import ReaderError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.plain_text import number, printable
@@ -58,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         batch,
         matrix=matrix,
         unscored=unscored,
+        format=declared_format(args.format),
         success_threshold=args.success_threshold,
         tokenizer=tokenizer,
         seed=args.seed,

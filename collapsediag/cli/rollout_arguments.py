@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from collapsediag.errors import SettingsError
+from collapsediag.metrics.format import TagFormat
+from collapsediag.metrics.format_regex import RegexFormat
 from collapsediag.readers import SOURCES, read_rollouts
 from collapsediag.rollouts import RolloutBatch
 
@@ -37,6 +39,13 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--answer-prefix", default="", metavar="TEXT", help="what the run's template put before the answer: '<think>'"
     )
+    group.add_argument(
+        "--format",
+        type=_declared,
+        metavar="FORM",
+        help="what outputs should look like: tags:think,answer is the default, tags:think lets any text follow the "
+        "reasoning, regex:PATTERN is of whole outputs",
+    )
     group.add_argument("--no-check-groups", action="store_true", help="let the prompts of one group differ")
 
 
@@ -55,6 +64,35 @@ def key_map(pairs: list[str]) -> dict[str, str]:
             raise SettingsError(f"--map names {ours!r} twice: {mapping[ours]!r} and {theirs!r}. Keep one.")
         mapping[ours] = theirs
     return mapping
+
+
+def declared_format(form: str | None) -> TagFormat | RegexFormat | None:
+    """The format of outputs that `--format` names; None where it was not given.
+
+    >>> declared_format("tags:think,search,answer")
+    TagFormat(reasoning='think', actions=('search', 'answer'))
+    """
+    if form is None:
+        return None
+    kind, _, rest = form.partition(":")
+    if kind == "regex" and rest:
+        return RegexFormat(rest)
+    if kind == "tags" and rest:
+        reasoning, *actions = rest.split(",")
+        return TagFormat(reasoning, tuple(actions))
+    raise SettingsError(
+        f"{form!r} is no form of outputs: write tags:REASONING,ACTION,... or regex:PATTERN. (What the files are is "
+        f"--source: {', '.join(sorted(SOURCES))}.)"
+    )
+
+
+def _declared(form: str) -> str:
+    """`--format` as it was written: run.json keeps it, and Ray's workers are sent it."""
+    try:
+        declared_format(form)
+    except SettingsError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return form
 
 
 def finite(text: str) -> float:

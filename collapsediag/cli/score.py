@@ -17,7 +17,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collapsediag.cli.rollout_arguments import add_rollout_arguments, batches, finite, require_tokenizer
+from collapsediag.cli.rollout_arguments import (
+    add_rollout_arguments,
+    batches,
+    declared_format,
+    finite,
+    require_tokenizer,
+)
 from collapsediag.cli.score_progress import ProgressScorer
 from collapsediag.console import summary_lines
 from collapsediag.errors import ScoringError, SettingsError
@@ -72,6 +78,7 @@ CHANGES_NUMBERS = (
     "success_threshold",
     "plain_prompts",
     "answer_prefix",
+    "format",
 )
 
 
@@ -301,7 +308,7 @@ def monitor_of(
             max_total_tokens=max_tokens,
         ),
         definition=args.definition,
-        rollout_options={"success_threshold": args.success_threshold},
+        rollout_options={"format": declared_format(args.format), "success_threshold": args.success_threshold},
         seed=args.seed,
         on_error="raise",
     )
