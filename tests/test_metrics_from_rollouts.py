@@ -341,7 +341,6 @@ def test_options_reach_their_families() -> None:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (math.inf, r"rollout 1 \(group 'g', id 'r7'\) is inf"),
         ("1", r"rollout 1 \(group 'g', id 'r7'\) is '1'"),
         (True, "is the boolean True"),
         ({"a": 1.0}, "is a dict of components"),
@@ -352,6 +351,74 @@ def test_what_is_no_reward_is_refused_by_its_rollout(reward: Any, message: str) 
         cd.rollout_metrics(batch(rollout("a", reward=1.0), rollout("b", id="r7", reward=reward)))
     with pytest.raises(MetricError, match="component 'x' of rollout 0"):
         cd.rollout_metrics(batch(rollout("a", rewards={"x": reward})))
+
+
+@pytest.mark.fault(
+    "a reward overflows: infinite, or beyond 1e150",
+    "its rollout counts as unscored and a note names it with the value; everything else is measured",
+)
+@pytest.mark.parametrize(
+    ("reward", "shown"),
+    [(math.inf, "inf"), (-math.inf, "-inf"), (1e308, "1e+308"), (-(10**400), "-inf"), (np.float32("inf"), "inf")],
+)
+def test_a_reward_that_overflowed_costs_no_number_of_the_others(reward: float, shown: str) -> None:
+    def rows(overflowed: float | None) -> cd.RolloutBatch:
+        turn = {"logprobs": [-0.5, -1.0], "output_ids": [1, 2], "context_ids": [7]}
+        rewards = [1.0, 0.0, overflowed, 1.0]
+        return batch(
+            *[
+                cd.Rollout(
+                    turns=(cd.Turn(**turn),),  # type: ignore[arg-type]
+                    group=f"g{i // 2}",
+                    environment="maze" if i < 3 else "sums",
+                    reward=r,
+                    rewards={"answer": r, "format": 1.0},
+                    advantage=r,
+                    success=i % 2 == 0,
+                )
+                for i, r in enumerate(rewards)
+            ]
+        )
+
+    found, unscored = cd.rollout_report(rows(reward)), cd.rollout_report(rows(None))
+    assert dict(found.values) == dict(unscored.values)
+    assert dict(found.not_measured) == dict(unscored.not_measured)
+    assert found.values["reward/mean"] == pytest.approx(2 / 3)
+    assert found.values["reward/n_unscored"] == found.values["reward/answer/n_unscored"] == 1.0
+    assert found.values["reward/format/n_unscored"] == 0.0
+    assert found.values["entropy/n_covariance"] == 6.0
+    (note,) = set(found.notes) - set(unscored.notes)
+    assert note.startswith(
+        f"left out as unscored: reward {shown} of rollout 2 (group 'g1'), reward 'answer' {shown} of rollout 2 (group "
+        f"'g1'), advantage {shown} of rollout 2 (group 'g1'). No mean or variance"
+    )
+
+
+def test_many_rewards_that_overflowed_are_counted_and_the_batch_is_as_it_was() -> None:
+    rows = batch(*[rollout("a", "q" * 500, reward=math.inf, advantage=math.nan) for _ in range(20)])
+    report = cd.rollout_report(rows)
+    assert report.values["reward/n_unscored"] == 20.0
+    assert "reward/mean" not in report.values
+    assert report.not_measured["reward"] == "no rollout has a reward"
+    assert report.notes[0].count("reward inf of rollout") == 8
+    assert ", and 12 more. No mean" in report.notes[0]
+    assert len(report.notes[0]) < 1200
+    assert [r.reward for r in rows] == [math.inf] * 20
+
+
+def test_many_environments_leave_the_smallest_without_numbers_of_their_own() -> None:
+    sizes = {f"e{i:03d}": 3 if i in (7, 250) else 1 + i % 2 for i in range(300)}
+    rows = batch(*[rollout("a", name, environment=name, reward=1.0) for name, n in sizes.items() for _ in range(n)])
+    report = cd.rollout_report(rows)
+    kept = {name.split("/")[1] for name in report.values if name.startswith("env/")}
+    # The two of three rollouts, then the first thirty of those with two.
+    assert kept == {"e007", "e250", *[name for name, n in sizes.items() if n == 2][:30]}
+    assert {name.split("/")[1] for name in report.not_measured if name.startswith("env/")} <= kept
+    assert report.values["n_rollouts"] == sum(sizes.values())
+    assert "env/: 268 of 300 environments have no numbers of their own" in report.notes[-1]
+    few = cd.rollout_report(batch(*[rollout("a", 0, environment=name) for name in list(sizes)[:32]]))
+    assert {name.split("/")[1] for name in few.values if name.startswith("env/")} == set(list(sizes)[:32])
+    assert not [note for note in few.notes if note.startswith("env/")]
 
 
 def test_a_graded_success_label_is_refused_by_its_rollout() -> None:

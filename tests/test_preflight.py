@@ -268,11 +268,20 @@ def test_rollouts_without_a_reward(missing: int, status: str) -> None:
     assert check.rows == ((0, 4, 8, 12, 16) if status == "warning" else ())
 
 
-@pytest.mark.parametrize("reward", ["0.5", True, float("inf"), {"total": 1.0}])
+@pytest.mark.parametrize("reward", ["0.5", True, {"total": 1.0}])
 def test_rewards_that_are_no_numbers_are_refused(reward: object) -> None:
     rollouts = change(sound_rollouts(), lambda i, r: replace(r, reward=reward) if i == 5 else r)  # type: ignore[arg-type]
     with pytest.raises(MetricError, match="rollout 5"):
         report_of(rollouts)
+
+
+def test_a_reward_that_overflowed_is_told_and_decides_nothing() -> None:
+    rollouts = change(sound_rollouts(), lambda i, r: replace(r, success=i % 2 == 0, reward=float(i % 2 == 0)))
+    report = report_of(change(rollouts, lambda i, r: replace(r, reward=float("inf")) if i == 5 else r))  # a failed one
+    rewards = named(report, "rewards")
+    assert (rewards.status, rewards.value) == ("info", report.values["reward/mean"])
+    assert rewards.reading.endswith("1 rollouts without a reward are left out.")
+    assert any(note.startswith("left out as unscored: reward inf of rollout 5 (group") for note in report.notes)
 
 
 def graded(solved_prompts: int, failed_prompts: int) -> list[Rollout]:

@@ -16,11 +16,15 @@ from collapsediag.metrics.answers import Extractor
 from collapsediag.metrics.format import as_format
 from collapsediag.metrics.grouped import IntArray
 from collapsediag.metrics.registry import MetricInfo, register
+from collapsediag.metrics.reward_input import without_overflow
 from collapsediag.metrics.rollout_reader import RolloutReader, Values
 from collapsediag.metrics.rollout_table import RolloutTable
 from collapsediag.metrics.snr_filter import DEFAULT_RHO
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.statistics import DEFAULT_RESAMPLES
+
+# Each environment is some fifty numbers a step, and a curve each wherever records go.
+MAX_ENVIRONMENTS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +52,13 @@ def rollout_metrics(
     seed: int = 0,
     entropy: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Every number that needs no model: format, length, rewards, pass@k, diversity, tools, entropy; also per
-    environment.
+    """Every number that needs no model: format, length, rewards, pass@k, diversity, tools, entropy; also for each of
+    the 32 largest environments.
 
     A number that cannot be measured is absent, never 0; `rollout_report` says why. The batch is not changed.
 
-    batch: one step. Rollouts whose reward is None or NaN are left out of reward numbers and counted.
+    batch: one step. Rollouts whose reward is None, NaN, infinite or beyond 1e150 are left out of reward numbers and
+        counted; the notes of `rollout_report` name those that overflowed.
     format: the declared format: `TagFormat` (default), `RegexFormat`, `JsonFormat`, `ToolFormat`, a compiled regex or
         a callable.
     answer: how the final answer is found: "auto", "boxed", "tag", "number", or a callable.
@@ -63,7 +68,7 @@ def rollout_metrics(
     n_resamples, seed: of the bootstrap intervals.
     entropy: arguments of `entropy_metrics` (positions, eta, vocabulary_size). Without `positions` entropy/ reads the
         reasoning of each turn where token ids and a tokenizer show it, and every output token of the other turns.
-    Raises MetricError naming the rollout whose reward is an infinity, a string, a boolean or a dict.
+    Raises MetricError naming the rollout whose reward is a string, a boolean or a dict.
 
     >>> batch = RolloutBatch.from_lists(step=1, prompts=["2+2="] * 2, completions=["4", "5"], rewards=[1.0, 0.0])
     >>> values = rollout_metrics(batch)
@@ -111,22 +116,36 @@ def rollout_report(
         return RolloutReport(
             values={"n_rollouts": 0.0, "n_groups": 0.0}, not_measured={"rollouts": "the batch has no rollout"}
         )
+    batch, overflowed = without_overflow(batch)
     table = RolloutTable(batch=batch, tokenizer=tokenizer, answer=answer, success_threshold=success_threshold)
     reader = RolloutReader(table, as_format(format), rho, n_resamples, seed, entropy or {})
     values, reasons = reader.read(np.arange(len(batch)))
-    for environment, rows in _environments(batch).items():
+    notes = (*overflowed, *_notes(table, values, format))
+    environments, left_out = _environments(batch)
+    for environment, rows in environments.items():
         part, part_reasons = reader.read(rows)
         prefix = f"env/{environment.replace('/', '%2F')}/"
         values |= {prefix + name: value for name, value in part.items()}
         reasons |= {prefix + name: why for name, why in part_reasons.items() if name not in reasons}
-    return RolloutReport(values=values, not_measured=reasons, notes=_notes(table, values, format))
+    return RolloutReport(values=values, not_measured=reasons, notes=notes + left_out)
 
 
-def _environments(batch: RolloutBatch) -> dict[str, IntArray]:
-    """Rows of each named environment, where there is more than one kind of rollout."""
-    named = {name: np.array(rows, dtype=np.int64) for name, rows in batch.environments().items()}
-    is_split = len(named) > 1 or (named and sum(rows.size for rows in named.values()) < len(batch))
-    return named if is_split else {}
+def _environments(batch: RolloutBatch) -> tuple[dict[str, IntArray], tuple[str, ...]]:
+    """Rows of each named environment, where there is more than one kind of rollout, and a note of those left out.
+
+    The largest stay, of equal ones the first by name, so that about the same ones do at every step.
+    """
+    named = batch.environments()
+    if len(named) < 2 and sum(map(len, named.values())) in (0, len(batch)):
+        return {}, ()
+    largest = sorted(named, key=lambda name: (-len(named[name]), name))[:MAX_ENVIRONMENTS]
+    kept = {name: np.array(named[name], dtype=np.int64) for name in named if name in largest}
+    if len(kept) == len(named):
+        return kept, ()
+    return kept, (
+        f"env/: {len(named) - len(kept)} of {len(named)} environments have no numbers of their own: those with the "
+        f"fewest rollouts beyond {MAX_ENVIRONMENTS}. All are in the numbers of the whole batch",
+    )
 
 
 def _notes(table: RolloutTable, values: Values, declared: Any) -> tuple[str, ...]:

@@ -8,15 +8,88 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from collapsediag.errors import MetricError
 from collapsediag.metrics.grouped import FloatArray, IntArray
+from collapsediag.rollouts import Rollout, RolloutBatch
 
 # Squares of larger numbers, summed over a batch, leave float64. Infinities are larger too.
 LARGEST_REWARD = 1e150
+# Values that a note names one by one.
+MAX_NAMED = 8
+
+
+def is_scored(reward: float | None) -> TypeGuard[float]:
+    """Whether a rollout's reward enters numbers: it is none of None, NaN, an infinity, and a number beyond 1e150.
+
+    >>> is_scored(1.0), is_scored(float("-inf")), is_scored(None)
+    (True, False, False)
+    """
+    return reward is not None and abs(reward) <= LARGEST_REWARD
+
+
+def rollout_name(rollout: Rollout, row: int) -> str:
+    """A rollout in a message. A group is often called by its prompt, which may be long."""
+    name = f", id {rollout.id!r:.80}" if rollout.id is not None else ""
+    return f"rollout {row} (group {rollout.group!r:.80}{name})"
+
+
+def without_overflow(batch: RolloutBatch) -> tuple[RolloutBatch, tuple[str, ...]]:
+    """The batch with None for every reward, component and advantage that is infinite or beyond 1e150, and a note.
+
+    One reward that overflowed must not cost the numbers of all other rollouts. None is what a trainer says of a rollout
+    it could not score: it is left out and counted. NaN means that already.
+
+    >>> batch = RolloutBatch.from_lists(step=0, prompts=["a", "a"], completions=["1", "2"], rewards=[1.0, float("inf")])
+    >>> fit, notes = without_overflow(batch)
+    >>> [rollout.reward for rollout in fit], notes[0][:45]
+    ([1.0, None], 'left out as unscored: reward inf of rollout 1')
+    """
+    # Rewards before the advantages that came of them.
+    found: tuple[list[str], list[str]] = ([], [])
+    rollouts = tuple(_without_overflow(rollout, row, *found) for row, rollout in enumerate(batch))
+    named = [*found[0], *found[1]]
+    if not named:
+        return batch, ()
+    more = f", and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    note = (
+        f"left out as unscored: {', '.join(named[:MAX_NAMED])}{more}. No mean or variance survives a number of that "
+        "size; all others are measured. Look for an overflow in the reward function"
+    )
+    return replace(batch, rollouts=rollouts), (note,)
+
+
+def _without_overflow(rollout: Rollout, row: int, rewards: list[str], advantages: list[str]) -> Rollout:
+    changes: dict[str, Any] = {}
+    if _overflows(rollout.reward):
+        changes["reward"] = None
+        rewards.append(f"reward {_as_float(rollout.reward):g} of {rollout_name(rollout, row)}")
+    too_large = {name: value for name, value in rollout.rewards.items() if _overflows(value)}
+    if too_large:
+        changes["rewards"] = {**rollout.rewards, **dict.fromkeys(too_large)}
+        where = rollout_name(rollout, row)
+        rewards += [f"reward {name!r:.80} {_as_float(value):g} of {where}" for name, value in too_large.items()]
+    if _overflows(rollout.advantage):
+        changes["advantage"] = None
+        advantages.append(f"advantage {_as_float(rollout.advantage):g} of {rollout_name(rollout, row)}")
+    return replace(rollout, **changes) if changes else rollout
+
+
+def _overflows(value: Any) -> bool:
+    # What is no number at all is refused by name further on.
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and abs(value) > LARGEST_REWARD
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more digits than a float counts
+        return math.inf if value > 0 else -math.inf
 
 
 def checked_rewards(rewards: Sequence[Any], where: Callable[[int], str]) -> FloatArray:
@@ -58,10 +131,7 @@ def _unusual_reward(value: Any, row: int, where: Callable[[int], str]) -> float:
             "components as `rewards`, and as `reward` the total the trainer used."
         )
     if isinstance(value, numbers.Real):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
+        return _as_float(value)
     raise MetricError(
         f"the reward of {where(row)} is {value!r:.80} ({type(value).__name__}); a reward is one number, or None where "
         "the trainer could not score the rollout."

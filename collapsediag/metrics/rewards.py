@@ -280,7 +280,13 @@ register(
         bounds=_SHARE,
         source=_RAGEN_CODE,
     ),
-    _info("n_unscored", "Rollouts without a reward", "count", "up", "Rollouts whose reward is None or NaN: left out."),
+    _info(
+        "n_unscored",
+        "Rollouts without a reward",
+        "count",
+        "up",
+        "Rollouts whose reward is None, NaN, infinite or beyond 1e150: left out. The notes name those that overflowed.",
+    ),
     _info(
         "n_single_groups",
         "Prompts with one scored rollout",

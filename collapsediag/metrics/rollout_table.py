@@ -17,7 +17,7 @@ from collapsediag.metrics.answers import Extractor, final_answer, normalize_answ
 from collapsediag.metrics.format import strip_end_of_turn
 from collapsediag.metrics.grouped import BoolArray, FloatArray, IntArray, group_numbers
 from collapsediag.metrics.length import truncated
-from collapsediag.metrics.reward_input import checked_rewards, checked_success, success_by_threshold
+from collapsediag.metrics.reward_input import checked_rewards, checked_success, rollout_name, success_by_threshold
 from collapsediag.metrics.tool_parsers import split_output
 from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 from collapsediag.spans import SpanFinder, SpanStatus
@@ -41,9 +41,7 @@ class RolloutTable:
 
     def where(self, row: int) -> str:
         """A rollout's name in an error message."""
-        rollout = self.batch.rollouts[row]
-        name = f", id {rollout.id!r}" if rollout.id is not None else ""
-        return f"rollout {row} (group {rollout.group!r}{name})"
+        return rollout_name(self.batch.rollouts[row], row)
 
     @cached_property
     def turns(self) -> list[Turn]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
+from collapsediag.metrics.reward_input import is_scored
 from collapsediag.preflight.types import Check, Facts, percent, rows_of
 
 VALID_OK, VALID_WARNING = 0.95, 0.5
@@ -47,7 +47,7 @@ def output_format(facts: Facts) -> Check:
             value=share,
             reading=f"no format was declared, and {percent(share)} of the outputs have the default one (<think> and "
             "<answer> tags), so it is not theirs.",
-            action="Declare the format that your reward expects (`format=`, from Python), to have it checked.",
+            action="Declare the format that your reward expects, --format (format=), to have it checked.",
         )
     if share >= VALID_OK:
         return Check(name=name, status="ok", value=share, reading=f"{percent(share)} of the outputs are in the format.")
@@ -71,8 +71,8 @@ def reward_sanity(facts: Facts) -> Check:
     if "reward/mean" not in values:
         return facts.skipped(name, "reward/mean", "reward")
     mean, std, unscored = values["reward/mean"], values["reward/std"], values.get("reward/n_unscored", 0.0)
-    solved = [r.reward for r in facts.batch if r.success is True and r.reward is not None and not math.isnan(r.reward)]
-    failed = [r.reward for r in facts.batch if r.success is False and r.reward is not None and not math.isnan(r.reward)]
+    solved = [r.reward for r in facts.batch if r.success is True and is_scored(r.reward)]
+    failed = [r.reward for r in facts.batch if r.success is False and is_scored(r.reward)]
     if solved and failed and sum(solved) / len(solved) <= sum(failed) / len(failed):
         return Check(
             name=name,
@@ -110,8 +110,7 @@ def reward_sanity(facts: Facts) -> Check:
 
 
 def _unscored(facts: Facts, row: int) -> bool:
-    reward = facts.batch.rollouts[row].reward
-    return reward is None or math.isnan(reward)
+    return not is_scored(facts.batch.rollouts[row].reward)
 
 
 def groups_without_signal(facts: Facts) -> Check:
