@@ -261,5 +261,7 @@ def test_the_maps_borders_are_those_of_the_findings() -> None:
     datum = {key: value for pair in re.findall(r'"(x|y)": \{\s*"datum": ([\d.]+)', text) for key, value in [pair]}
     assert datum == {"x": str(settings.conditional_entropy_low), "y": str(settings.dependence_low)}
     assert set(re.findall(r"datum\.rank <= (\d+)", text)) == {str(settings.n_baseline)}
+    told = (Path(__file__).parents[1] / "docs" / "adapters" / "wandb.md").read_text(encoding="utf-8")
+    assert f"findings](../reading.md) use: {datum['x']} and {datum['y']}." in told
     regimes = {"diverse reasoning", "template collapse", "compressed reasoning", "low-entropy collapse"}
     assert set(re.findall(r'"text": "([^"]+)"', text)) == regimes
