@@ -38,3 +38,15 @@ def plain(value: Any) -> Any:
     if getattr(value, "shape", None) is None or not hasattr(value, "item"):
         return value
     return value.item() if value.shape == () or tuple(value.shape) == (1,) else value
+
+
+def whole_number(value: Any) -> int | None:
+    """The integer a number of any make stands for, None where it is none. A boolean is no number here.
+
+    >>> whole_number(np.int32(4)), whole_number(4.0), whole_number("4"), whole_number(True), whole_number(None)
+    (4, 4, None, None, None)
+    """
+    number = plain(value)
+    if isinstance(number, bool) or not (isinstance(number, int) or (isinstance(number, float) and number.is_integer())):
+        return None
+    return int(number)

@@ -80,11 +80,26 @@ class ContextBank:
         return {namespace: [ids.tolist() for ids in contexts] for namespace, contexts in self._contexts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self._contexts = {
-            namespace: [np.asarray(ids, dtype=np.int64) for ids in contexts][: self.size]
-            for namespace, contexts in state.items()
-        }
+        """Continue from `state_dict()`. Raises SettingsError, and takes nothing over, where that is damaged."""
+        if not isinstance(state, Mapping):
+            raise SettingsError(
+                f"the saved context bank is of type {type(state).__name__}, and must be contexts by namespace."
+            )
+        self._contexts = {namespace: _saved(namespace, held)[: self.size] for namespace, held in state.items()}
+
+
+def _saved(namespace: str, held: Any) -> list[IntArray]:
+    try:
+        contexts = [np.asarray(ids) for ids in held]
+        is_fit = all(ids.ndim == 1 and ids.size and ids.dtype.kind in "iu" and ids.min() >= 0 for ids in contexts)
+    except (TypeError, ValueError):  # no list, or ragged ones
+        is_fit = False
+    if not is_fit:
+        raise SettingsError(
+            f"the saved context bank is damaged: {namespace!r:.80} is {held!r:.80}, and must be lists of token ids. "
+            "Leave it out to begin with an empty one."
+        )
+    return [ids.astype(np.int64) for ids in contexts]
 
 
 def _key(context: Any) -> bytes:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from collapsediag.cadence import Cadence
 from collapsediag.context_bank import ContextBank
-from collapsediag.errors import CollapsediagError, MetricError, SettingsError
+from collapsediag.errors import MetricError, RolloutError, SettingsError
 from collapsediag.metrics.from_matrix import DEFINITIONS, matrix_metrics
 from collapsediag.metrics.from_rollouts import rollout_report
 from collapsediag.pairs import (
@@ -32,7 +32,7 @@ from collapsediag.pairs import (
 )
 from collapsediag.plain_text import printable
 from collapsediag.record import Record
-from collapsediag.resumption import REASONING_NOTE, averages_of, reasoning_of
+from collapsediag.resumption import REASONING_NOTE, MonitorState, Reasoning, averages_of, reasoning_of
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.budget import own_logp_difference
 from collapsediag.scoring.protocol import checked_scorer
@@ -40,7 +40,7 @@ from collapsediag.sink_names import resolve_sinks
 from collapsediag.sinks import FanOut, Sink
 from collapsediag.spans import SpanFinder
 from collapsediag.statistics import EmaStd
-from collapsediag.step_draft import StepDraft
+from collapsediag.step_draft import StepDraft, settled_step
 from collapsediag.time_budget import MIN_CELLS, TimeBudget
 from collapsediag.trace_samples import sample_traces, sampled_rows, score_keeping
 
@@ -51,7 +51,6 @@ logger = logging.getLogger("collapsediag")
 
 # After this many failures in a row the policy is not scored any more; the cheap rollout metrics go on.
 MAX_FAILURES_IN_A_ROW = 3
-STATE_VERSION = 1
 UNDEFINED = "not defined on this matrix: no spread between traces to measure against, or too few groups for an interval"
 # Left out because not needed, which is no defect of the data.
 CHOSEN_AWAY = (DropReason.SUBSAMPLED, DropReason.NOT_DRAWN)
@@ -92,7 +91,7 @@ class Monitor:
         every: int = 10,
         sinks: Iterable[Sink | str | Any] | str = (),
         tokenizer: Any = None,
-        reasoning: Literal["auto", "think", "completion"] = "auto",
+        reasoning: Reasoning = "auto",
         pairs: PairSettings | None = None,
         definition: Literal["paper", "ragen"] = "paper",
         rollout_options: Mapping[str, Any] | None = None,
@@ -117,7 +116,7 @@ class Monitor:
         self.seed = seed
         self.traces_kept = traces_kept
         self.on_error = on_error
-        self._reasoning: Literal["auto", "think", "completion"] = reasoning
+        self._reasoning: Reasoning = reasoning
         self._finder: SpanFinder | None = None
         self._sinks = FanOut(resolve_sinks(sinks), strict=on_error == "raise")
         self._ema: dict[str, EmaStd] = {}
@@ -126,7 +125,7 @@ class Monitor:
         self._last_step: int | None = None
         self._failures = 0
         self._failures_in_a_row = 0
-        self._reported_drops: set[str] = set()
+        self._said: set[str] = set()
 
     @property
     def last_step(self) -> int | None:
@@ -141,29 +140,30 @@ class Monitor:
     def observe(self, step: int, batch: RolloutBatch, *, score: bool | None = None) -> Record:
         """Measure one step and return its record.
 
-        step: the trainer's step number. batch: its rollouts. score: True or False overrides the cadence.
+        step: the trainer's step number; where it is no whole number the batch's own is recorded, and a note says so.
+        batch: its rollouts. score: True or False overrides the cadence.
         Never raises unless on_error="raise".
         """
         started = time.perf_counter()
-        draft = StepDraft()
+        draft = self._draft(step, batch)
         if self._time_budget is not None:
             self._time_budget.begin_step(started)
         try:
-            self._measure(step, batch, score, draft)
+            self._measure(batch, score, draft)
+            draft.values["timing_s/collapse_step"] = time.perf_counter() - started
+            if self._failures:
+                draft.values["collapse/failures"] = float(self._failures)
+            record = draft.record()
         except Exception as error:
             if self.on_error == "raise":
                 raise
-            record = self._failed(step, error)
+            record = self._failed(draft, error)
         else:
             if draft.scored or self.scorer is None:
                 # Only a step that did score shows that scoring works again.
                 self._failures_in_a_row = 0
             self._ema.update(draft.ema)
-            draft.values["timing_s/collapse_step"] = time.perf_counter() - started
-            if self._failures:
-                draft.values["collapse/failures"] = float(self._failures)
-            record = draft.record(step)
-        self._last_step = step
+        self._last_step = draft.step
         self._sinks.write(record)
         return record
 
@@ -171,8 +171,9 @@ class Monitor:
         """A failed record for a step whose rollouts could not even be brought here; for adapters."""
         if self.on_error == "raise":
             raise error
-        record = self._failed(step, error)
-        self._last_step = step
+        draft = self._draft(step, None)
+        record = self._failed(draft, error)
+        self._last_step = draft.step
         self._sinks.write(record)
         return record
 
@@ -188,37 +189,30 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to continue as if it had never stopped; plain JSON values."""
+        state = MonitorState(
+            ema=self._ema,
+            reasoning=self._reasoning,
+            last_step=self._last_step,
+            failures=self._failures,
+            failures_in_a_row=self._failures_in_a_row,
+        )
         return {
-            "version": STATE_VERSION,
-            "ema": {namespace: ema.state_dict() for namespace, ema in self._ema.items()},
-            "reasoning": self._reasoning,
-            "last_step": self._last_step,
-            "failures": self._failures,
-            "failures_in_a_row": self._failures_in_a_row,
+            **state.to_json(),
             **({} if self._bank is None else {"context_bank": self._bank.state_dict()}),
             **({} if self._time_budget is None else {"time_budget": self._time_budget.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. Raises SettingsError for a state of another version."""
-        if state.get("version") != STATE_VERSION:
-            raise SettingsError(
-                f"monitor state of version {state.get('version')!r} cannot be loaded; this release reads version "
-                f"{STATE_VERSION}. Start the monitor afresh: only the moving averages begin anew."
-            )
-        emas = {}
-        for namespace, ema_state in state["ema"].items():
-            emas[namespace] = EmaStd()
-            emas[namespace].load_state_dict(ema_state)
-        self._ema = emas
-        self._reasoning = state["reasoning"]
-        self._last_step = state["last_step"]
-        self._failures = state["failures"]
-        self._failures_in_a_row = state["failures_in_a_row"]
-        if self._bank is not None:
-            self._bank.load_state_dict(state.get("context_bank", {}))
-        if self._time_budget is not None and "time_budget" in state:
-            self._time_budget.load_state_dict(state["time_budget"])
+        """Continue from `state_dict()`. Raises SettingsError, and takes nothing over, where that is damaged or old."""
+        loaded = MonitorState.from_json(state)
+        bank, budget = copy.copy(self._bank), copy.copy(self._time_budget)
+        if bank is not None:
+            bank.load_state_dict(state.get("context_bank", {}))
+        if budget is not None and "time_budget" in state:
+            budget.load_state_dict(state["time_budget"])
+        self._bank, self._time_budget = bank, budget
+        self._ema, self._reasoning, self._last_step = loaded.ema, loaded.reasoning, loaded.last_step
+        self._failures, self._failures_in_a_row = loaded.failures, loaded.failures_in_a_row
 
     def continue_from(self, records: Iterable[Record]) -> None:
         """Continue a run from what it recorded, for offline jobs that keep no checkpoint.
@@ -237,7 +231,18 @@ class Monitor:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _measure(self, step: int, batch: RolloutBatch, score: bool | None, draft: StepDraft) -> None:
+    def _draft(self, step: Any, batch: Any) -> StepDraft:
+        number, doubt = settled_step(step, batch, self._last_step)
+        if doubt is None:
+            return StepDraft(number)
+        if self.on_error == "raise":
+            raise RolloutError(doubt)
+        if "step" not in self._said:
+            self._said.add("step")
+            logger.warning("%s. Said once, every record notes it.", printable(doubt))
+        return StepDraft(number, (doubt,))
+
+    def _measure(self, batch: RolloutBatch, score: bool | None, draft: StepDraft) -> None:
         begun = time.perf_counter()
         report = rollout_report(batch, tokenizer=self.tokenizer, seed=self.seed, **self.rollout_options)
         draft.values.update(report.values)
@@ -245,7 +250,7 @@ class Monitor:
         draft.dropped.update(batch.dropped)
         draft.notes.extend((*batch.notes, *report.notes))
         draft.values["timing_s/collapse_rollout_metrics"] = time.perf_counter() - begun
-        if not self._is_scored(step, score, draft):
+        if not self._is_scored(score, draft):
             self._fill_bank(batch)
             return
         begun = time.perf_counter()
@@ -273,8 +278,10 @@ class Monitor:
         for namespace in namespaces:
             self._score(batch, namespace, draft, settings)
 
-    def _is_scored(self, step: int, score: bool | None, draft: StepDraft) -> bool:
-        due = score if score is not None else self._last_step is None or self.cadence.is_due(step, self._last_step)
+    def _is_scored(self, score: bool | None, draft: StepDraft) -> bool:
+        due = score
+        if score is None:
+            due = self._last_step is None or self.cadence.is_due(draft.step, self._last_step)
         if not due or self.scorer is None:
             return False
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW and self.on_error == "record":
@@ -349,7 +356,7 @@ class Monitor:
             return
         for namespace in self._namespaces(batch):
             if not self._bank.is_full(namespace):
-                self._pairs(batch, namespace, StepDraft(), self.pair_settings)
+                self._pairs(batch, namespace, StepDraft(batch.step), self.pair_settings)
 
     def _span_finder(self, batch: RolloutBatch) -> SpanFinder | None:
         # One for the run: it learns the vocabulary as it goes.
@@ -360,9 +367,9 @@ class Monitor:
     def _report_drops(self, step: int, pairs: ScoringPairs, settings: PairSettings) -> None:
         left_out = {r.value: n for r, n in pairs.dropped.items() if n and r not in CHOSEN_AWAY}
         # Each reason is worth one warning a run: the record counts it at every step.
-        new = set(left_out) - self._reported_drops
+        new = set(left_out) - self._said
         if new:
-            self._reported_drops |= new
+            self._said |= new
             listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in left_out.items())
             total = pairs.n_traces + sum(pairs.dropped.values())
             cap = f", limited by {settings.caps}" if pairs.dropped.get(DropReason.SUBSAMPLED) else ""
@@ -371,25 +378,16 @@ class Monitor:
                 *(step, sum(left_out.values()), total, listed, pairs.n_traces, cap),
             )
 
-    def _failed(self, step: int, error: Exception) -> Record:
+    def _failed(self, draft: StepDraft, error: Exception) -> Record:
         self._failures += 1
         self._failures_in_a_row += 1
-        where = "" if isinstance(error, CollapsediagError) else f"{type(error).__name__}: "
-        try:
-            reason = f"{where}{error}"
-        except Exception:  # whoever wrote that error did not test its text
-            reason = f"{where}(its message cannot be shown)"
-        logger.warning("step %s: diagnostics failed, training goes on: %s", step, printable(reason))
+        record = draft.failed(error, self._failures)
+        said = printable(record.reason or "")
+        logger.warning("step %d: diagnostics failed, training goes on: %s", record.step, said)
         if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW and self.scorer is not None:
             logger.warning(
                 "diagnostics failed %d times in a row: the policy is not scored any more in this run; rollout metrics "
                 "go on",
                 MAX_FAILURES_IN_A_ROW,
             )
-        return Record(
-            step=step,
-            values={"collapse/failures": float(self._failures)},
-            status="failed",
-            reason=reason,
-            time=time.time(),
-        )
+        return record

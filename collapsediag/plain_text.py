@@ -22,3 +22,15 @@ def number(value: float, digits: int = 4) -> str:
     ('0.0625', '1234', '3', '1.5e+300')
     """
     return f"{value:.0f}" if 1000 <= abs(value) < LONG_NUMBER else f"{value:.{digits}g}"
+
+
+def error_text(error: BaseException) -> str:
+    """What an error says, also where its author did not test its text.
+
+    >>> error_text(ValueError("no ids"))
+    'no ids'
+    """
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be shown)"

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from collapsediag.arrays import plain
+from collapsediag.arrays import plain, whole_number
+from collapsediag.errors import RolloutError
 from collapsediag.matrix import LogLikelihoodMatrix
 
 SCHEMA_VERSION = 1
@@ -20,6 +21,19 @@ END_OF_TIME = 1e11
 MAX_STEP = 2**53
 
 Status = Literal["ok", "failed"]
+
+
+def step_number(step: Any) -> int | None:
+    """A step of any make as a whole number, None for what no run has as its step.
+
+    >>> step_number(4.0), step_number("4"), step_number(2**60)
+    (4, None, None)
+    """
+    try:
+        number = whole_number(step)
+    except Exception:  # a tensor without data, and whatever else will not be looked into
+        return None
+    return number if number is not None and abs(number) <= MAX_STEP else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,7 +147,7 @@ def _is_number(value: Any) -> bool:
 class Record:
     """What was measured in one step.
 
-    step: the trainer's step number.
+    step: the trainer's step number, a whole number of any make; RolloutError for anything else.
     status: "ok", or "failed" where the diagnostics raised; a failed record has no values that could look healthy.
     values: finite numbers by metric name. A number that came out non-finite is not here but in `not_measured`.
     not_measured: what could not be measured, with the reason in words.
@@ -157,9 +171,15 @@ class Record:
     traces: tuple[TraceSample, ...] = ()
 
     def __post_init__(self) -> None:
-        step = plain(self.step)
-        object.__setattr__(self, "step", int(step) if isinstance(step, float) and step.is_integer() else step)
-        object.__setattr__(self, "dropped", {reason: plain(count) for reason, count in self.dropped.items()})
+        step = step_number(self.step)
+        if step is None:
+            raise RolloutError(
+                f"the step of a record is {self.step!r:.80} ({type(self.step).__name__}); it must be a whole number up "
+                "to 2**53: the trainer's step number."
+            )
+        object.__setattr__(self, "step", step)
+        object.__setattr__(self, "notes", tuple(map(str, self.notes)))
+        object.__setattr__(self, "dropped", {str(reason): plain(count) for reason, count in self.dropped.items()})
         finite = {name: float(value) for name, value in self.values.items() if math.isfinite(value)}
         lost = {name: f"came out {float(v)}" for name, v in self.values.items() if name not in finite}
         object.__setattr__(self, "values", finite)
@@ -186,10 +206,8 @@ class Record:
 
         Raises ValueError, KeyError or TypeError for what is no such line.
         """
-        if not isinstance(line, Mapping) or not isinstance(line["step"], int):
+        if not isinstance(line, Mapping) or type(line["step"]) is not int:
             raise ValueError("not a record: an object with a whole-numbered step is needed")
-        if abs(line["step"]) > MAX_STEP:
-            raise ValueError("not a record: no run has that many steps")
         for name in ("values", "not_measured", "dropped", "seconds"):
             if not isinstance(line.get(name, {}), Mapping):
                 raise ValueError(f"not a record: {name} is no object")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from collapsediag.arrays import plain, to_numpy
+from collapsediag.arrays import plain, to_numpy, whole_number
 from collapsediag.errors import RolloutError
 
 IntArray = NDArray[np.int64]
@@ -76,9 +76,10 @@ def _whole_characters(text: str) -> str:
 
 
 def _whole(step: Any) -> int:
-    if isinstance(step, bool) or not (isinstance(step, int) or (isinstance(step, float) and step.is_integer())):
+    number = whole_number(step)
+    if number is None:
         raise RolloutError(f"the step of a batch must be a whole number, found {step!r} ({type(step).__name__}).")
-    return int(step)
+    return number
 
 
 def _check_reward(value: Any, row: int) -> None:
@@ -295,7 +296,7 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        set_(self, "step", _whole(plain(self.step)))
+        set_(self, "step", _whole(self.step))
         set_(self, "rollouts", tuple(self.rollouts))
         set_(self, "notes", tuple(self.notes))
         set_(self, "dropped", {reason: int(count) for reason, count in self.dropped.items()})

@@ -75,14 +75,26 @@ def resolve_sinks(sinks: Iterable[Any] | str) -> list[Sink]:
     >>> [type(sink).__name__ for sink in resolve_sinks(["jsonl:runs/a", JsonlSink("runs/b"), lambda m, step: None])]
     ['JsonlSink', 'JsonlSink', 'CallableSink']
     """
-    listed = [sinks] if isinstance(sinks, str) else list(sinks)
-    return [named_sink(sink) if isinstance(sink, str) else _as_sink(sink) for sink in listed]
+    listed = list(sinks) if isinstance(sinks, Iterable) and not _is_one(sinks) else [sinks]
+    # What is given twice is written to once; each function or name would be made a sink of its own.
+    distinct = {sink if isinstance(sink, str) else id(sink): sink for sink in listed}.values()
+    return [named_sink(sink) if isinstance(sink, str) else _as_sink(sink) for sink in distinct]
+
+
+def _is_one(sink: Any) -> bool:
+    return isinstance(sink, (str, type)) or _is_sink(sink) or _logs(sink)
+
+
+def _is_sink(sink: Any) -> bool:
+    return callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))
+
+
+def _logs(sink: Any) -> bool:
+    return callable(sink) or any(callable(getattr(sink, method, None)) for method in METHODS)
 
 
 def _as_sink(sink: Any) -> Sink:
     if isinstance(sink, type):
         raise TypeError(f"{sink.__name__} is a class; pass an instance of it, as in sinks=[{sink.__name__}(...)].")
-    is_sink = callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))
-    logs = callable(sink) or any(callable(getattr(sink, method, None)) for method in METHODS)
     # Neither: the fan-out says what a sink needs.
-    return cast(Sink, CallableSink(sink) if logs and not is_sink else sink)
+    return cast(Sink, CallableSink(sink) if _logs(sink) and not _is_sink(sink) else sink)

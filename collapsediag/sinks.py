@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from collapsediag.errors import TrackerError
 from collapsediag.main_process import MainProcess, is_main_process, is_worker
-from collapsediag.plain_text import printable
+from collapsediag.plain_text import error_text, printable
 from collapsediag.record import Provenance, Record
 from collapsediag.run_folder import RunStore
 
@@ -79,7 +79,7 @@ class JsonlSink:
 
 class FanOut:
     """Several sinks as one. A sink that raises is reported once and dropped after three failures in a row; one that
-    hangs is dropped at once.
+    hangs is dropped at once. One that is given twice is written to once.
 
     Only the main process of a job writes (rank 0, and no forked child), so that a run is written once.
 
@@ -95,9 +95,10 @@ class FanOut:
         write_limit_s: float = WRITE_LIMIT_S,
         close_limit_s: float = CLOSE_LIMIT_S,
     ) -> None:
-        self._sinks = list(sinks)
+        self._sinks = list({id(sink): sink for sink in sinks}.values())
         self._write_limit_s, self._close_limit_s = write_limit_s, close_limit_s
         self._failures: dict[int, int] = {}
+        self._has_closed_sinks = False
         self._strict = strict
         self._process = MainProcess()
         for sink in self._sinks:
@@ -108,14 +109,17 @@ class FanOut:
                 )
 
     def write(self, record: Record) -> None:
-        """Give the record to every sink that still works."""
+        """Give the record to every sink that still works. After `close` none is left, which is said once."""
         if not self._process.is_here():
             return
+        if self._has_closed_sinks:
+            self._has_closed_sinks = False
+            logger.warning("the sinks have been closed: step %d and those after it are not written", record.step)
         for sink in list(self._sinks):
             try:
                 self._call(sink, partial(sink.write, record), self._write_limit_s)
             except _HungError as error:
-                self._sinks.remove(sink)
+                self._drop(sink)
                 logger.warning("%s; it is switched off, training and the others go on", error)
             except Exception as error:
                 if self._strict:
@@ -127,15 +131,18 @@ class FanOut:
     def close(self) -> None:
         """Close every sink, also those that come after one that fails to."""
         sinks, self._sinks = self._sinks, []
+        self._has_closed_sinks |= bool(sinks)
+        failed: list[Exception] = []
         # A forked child shares its parent's files and lacks its threads: closing there would hang or write twice.
         for sink in sinks if not self._process.is_forked() else ():
             try:
                 self._call(sink, sink.close, self._close_limit_s)
             except Exception as error:
-                if self._strict:
-                    raise
-                said = printable(str(error))
+                failed.append(error)
+                said = printable(error_text(error))
                 logger.warning("sink %s failed to close: %s: %s", type(sink).__name__, type(error).__name__, said)
+        if self._strict and failed:
+            raise failed[0]
 
     def _call(self, sink: Sink, body: Callable[[], None], limit_s: float) -> None:
         if self._strict or getattr(sink, "in_caller_thread", False):
@@ -147,10 +154,14 @@ class FanOut:
         count = self._failures[id(sink)] = self._failures.get(id(sink), 0) + 1
         name = type(sink).__name__
         if count == 1:
-            logger.warning("sink %s failed: %s: %s", name, type(error).__name__, printable(str(error)))
+            logger.warning("sink %s failed: %s: %s", name, type(error).__name__, printable(error_text(error)))
         if count >= MAX_SINK_FAILURES:
-            self._sinks.remove(sink)
+            self._drop(sink)
             logger.warning("sink %s failed %d times in a row and is switched off; the others go on", name, count)
+
+    def _drop(self, sink: Sink) -> None:
+        # By identity: sinks may be equal to one another.
+        self._sinks = [other for other in self._sinks if other is not sink]
 
 
 class _HungError(TrackerError):
@@ -172,5 +183,7 @@ def _came_back(body: Callable[[], None], limit_s: float) -> bool:
     thread.start()
     thread.join(limit_s)
     if raised:
-        raise raised[0]
+        error = raised[0]
+        # What would end the process (SystemExit) ended the sink's thread; training is not its to end.
+        raise error if isinstance(error, Exception) else TrackerError(f"it raised {type(error).__name__}") from error
     return not thread.is_alive()

@@ -8,9 +8,12 @@ A cell is one trace under one context, the unit in which the cost of a scoring i
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from collapsediag.arrays import plain
 from collapsediag.errors import SettingsError
 
 # A scoring is made smaller where, whole, it could be afforded only once in so many due steps.
@@ -19,6 +22,8 @@ MAX_SPACING = 10
 MIN_CELLS = 16
 # What a scoring may take beyond what the last one took for as much, before the share is overdrawn.
 MARGIN = 1.5
+# What a resumed run needs of the account.
+SAVED = ("wall_s", "spent_s", "_n_steps", "_seconds_per_cell", "_whole_cells")
 
 
 class TimeBudget:
@@ -40,12 +45,13 @@ class TimeBudget:
     """
 
     def __init__(self, share: float, every: int) -> None:
-        if not isinstance(share, (int, float)) or not 0 < share < 1:
+        number: Any = plain(share)
+        if not isinstance(number, numbers.Real) or not 0 < float(number) < 1:
             raise SettingsError(
                 f"time_budget={share!r}: scoring's share of the wall time, between 0 and 1, for example 0.02. To score "
                 "each trace under a few other contexts only, give the scorer a budget: BudgetScorer(scorer, k=4)."
             )
-        self.share = share
+        self.share = float(number)
         self.every = every
         self.wall_s = 0.0
         self.spent_s = 0.0
@@ -99,11 +105,16 @@ class TimeBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to keep to the share over its whole length."""
-        names = ("wall_s", "spent_s", "_n_steps", "_seconds_per_cell", "_whole_cells")
-        return {name.lstrip("_"): getattr(self, name) for name in names}
+        return {name.lstrip("_"): getattr(self, name) for name in SAVED}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self.wall_s, self.spent_s = state["wall_s"], state["spent_s"]
-        self._n_steps, self._whole_cells = state["n_steps"], state["whole_cells"]
-        self._seconds_per_cell = state["seconds_per_cell"]
+        """Continue from `state_dict()`. Raises SettingsError, and takes nothing over, where that is damaged."""
+        found: dict[str, Any] = {n: state.get(n.lstrip("_")) if isinstance(state, Mapping) else None for n in SAVED}
+        for name, value in found.items():
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not (math.isfinite(value) and value >= 0):
+                raise SettingsError(
+                    f"the saved time budget is damaged: {name.lstrip('_')!r} is {value!r:.80}, and must be a number, 0 "
+                    "or more. Leave it out to begin its account anew."
+                )
+        vars(self).update(found)

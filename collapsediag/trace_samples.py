@@ -11,6 +11,7 @@ import numpy as np
 from collapsediag.errors import MetricError, ScoringError
 from collapsediag.matrix import FloatArray, IntArray, LogLikelihoodMatrix
 from collapsediag.metrics.information import Mixture, log_mixture_weights
+from collapsediag.metrics.reward_input import as_float
 from collapsediag.metrics.token_information import token_information
 from collapsediag.pairs import ScoringPairs
 from collapsediag.record import TraceSample
@@ -62,13 +63,22 @@ def score_keeping(scorer: Scorer, pairs: ScoringPairs, rows: IntArray) -> Scored
     else:
         matrix = scorer.score(pairs)
     if tokens is None:
-        reason = f"this way of scoring gives no log-probs of single tokens ({type(scorer).__name__})"
+        reason = f"this way of scoring gives no log-probs of single tokens ({_without_tokens(scorer)})"
     if matrix.logp_NP.shape != (pairs.n_traces, pairs.n_contexts):
         raise ScoringError(
             f"{type(scorer).__name__} returned a matrix of shape {matrix.logp_NP.shape} for {pairs.n_traces} "
             f"traces and {pairs.n_contexts} contexts; one row a trace and one column a context is needed."
         )
     return ScoredRows(matrix=matrix, rows=rows, tokens=tokens, reason=reason)
+
+
+def _without_tokens(scorer: Any) -> str:
+    """Who it is that has no log-probs of tokens: of scorers that ask another one, the last that is asked."""
+    name = type(scorer).__name__
+    inner = getattr(scorer, "inner", None)
+    if inner is None or not isinstance(scorer, TokenScorer):
+        return name
+    return f"{_without_tokens(inner)} inside {name}"
 
 
 def sample_traces(
@@ -113,7 +123,7 @@ def _sample(
         context=_text(decoder, pairs.contexts[own]),
         context_best=None if best == own else _text(decoder, pairs.contexts[best]),
         trace=_text(decoder, pairs.traces[row]),
-        reward=rollout.reward,
+        reward=None if rollout.reward is None else as_float(rollout.reward),
         environment=rollout.environment,
         **shades,
     )

@@ -14,7 +14,10 @@ from collapsediag.errors import RunFolderError
 from collapsediag.plain_text import printable
 from collapsediag.record import Record
 from collapsediag.run_folder import read_records
+from collapsediag.sink_names import resolve_sinks
 from collapsediag.sinks import FanOut, JsonlSink, Sink
+
+BATCH = cd.RolloutBatch.from_lists(step=0, prompts=["a"], completions=["b"], rewards=[1.0])
 
 
 class Recorder:
@@ -128,6 +131,102 @@ def test_strict_raises_at_once() -> None:
     fan = FanOut([Recorder(fail_at={0})], strict=True)
     with pytest.raises(RuntimeError, match="no disk"):
         fan.write(records(1)[0])
+
+
+@pytest.mark.fault("a sink is given twice", "it is written to and closed once")
+def test_a_sink_that_is_given_twice_is_written_to_once() -> None:
+    sink, steps = Recorder(), []
+
+    def note(metrics: dict[str, float], step: int) -> None:
+        steps.append(step)
+
+    with cd.Monitor(sinks=[sink, note, sink, note]) as monitor:
+        monitor.observe(3, BATCH)
+    assert (sink.steps, sink.closed, steps) == ([3], 1, [3])
+    assert len(resolve_sinks(["console", "console"])) == 1
+    fan = FanOut([sink, sink])
+    fan.write(records(5)[4])
+    assert sink.steps == [3, 4]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_one_sink_needs_no_list(wrapped: bool) -> None:
+    sink, steps = Recorder(), []
+    for one in (sink, lambda metrics, step: steps.append(step)):
+        cd.Monitor(sinks=(one for one in [one]) if wrapped else one).observe(3, BATCH)  # type: ignore[arg-type]
+    assert (sink.steps, steps) == ([3], [3])
+    for odd in (None, 5, Path("runs/a")):
+        with pytest.raises(TypeError, match="is not a sink: it needs write"):
+            cd.Monitor(sinks=odd)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Recorder is a class; pass an instance"):
+        cd.Monitor(sinks=Recorder)  # type: ignore[arg-type]
+
+
+class AlwaysEqual(Recorder):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = Recorder.__hash__
+
+
+def test_of_equal_sinks_the_one_that_fails_is_switched_off() -> None:
+    good, bad = AlwaysEqual(), AlwaysEqual(fail_at=set(range(99)))
+    fan = FanOut([good, bad])
+    for r in records(5):
+        fan.write(r)
+    assert good.steps == [0, 1, 2, 3, 4]
+
+
+class UnshowableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.fault(
+    "a sink calls sys.exit(), or raises an error whose message cannot be shown",
+    "a failure of that sink as any other; training goes on",
+)
+@pytest.mark.parametrize("error", [SystemExit(1), UnshowableError()])
+def test_a_sink_neither_ends_the_process_nor_needs_a_readable_error(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Ends(Recorder):
+        def write(self, record: Record) -> None:
+            raise error
+
+        def close(self) -> None:
+            raise error
+
+    sink = Recorder()
+    with cd.Monitor(sinks=[Ends(), sink]) as monitor:
+        for step in range(2):
+            monitor.observe(step, BATCH)
+    assert (sink.steps, sink.closed) == ([0, 1], 1)
+    found = "TrackerError: it raised SystemExit" if isinstance(error, SystemExit) else "(its message cannot be shown)"
+    assert [found in message for message in caplog.messages] == [True, True]
+
+
+def test_what_is_observed_after_closing_is_said_to_be_written_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    monitor = cd.Monitor(sinks=[Recorder()])
+    monitor.close()
+    monitor.close()
+    assert [monitor.observe(step, BATCH).status for step in (4, 5)] == ["ok", "ok"]
+    assert caplog.messages == ["the sinks have been closed: step 4 and those after it are not written"]
+    without = cd.Monitor()
+    without.close()
+    without.observe(0, BATCH)
+    assert len(caplog.messages) == 1
+
+
+def test_strict_closes_the_others_before_it_raises() -> None:
+    class Refuses(Recorder):
+        def close(self) -> None:
+            raise RuntimeError("no")
+
+    last = Recorder()
+    with pytest.raises(RuntimeError, match="no"):
+        FanOut([Refuses(), last], strict=True).close()
+    assert last.closed == 1
 
 
 def test_something_that_is_no_sink_is_refused_at_construction() -> None:

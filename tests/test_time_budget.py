@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,14 @@ def test_asked_for_steps_are_scored_and_counted(clock: Clock) -> None:
     assert monitor.state_dict()["time_budget"]["spent_s"] == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("share", [0, 1, 4, -0.1, float("nan"), "2%", None])
+@pytest.mark.parametrize("share", [np.float32(0.02), np.float64(0.02), Fraction(1, 50), np.array(0.02)], ids=repr)
+def test_a_share_of_any_make(clock: Clock, share: Any) -> None:
+    monitor, records = run(clock, 3, 0.1 / 256, time_budget=share)
+    assert records[1].not_measured["scoring"].startswith("time_budget=0.02: scoring has taken 9.1% of 1.1 s")
+    json.dumps(monitor.state_dict())
+
+
+@pytest.mark.parametrize("share", [0, 1, 4, -0.1, float("nan"), "2%", None, True, np.bool_(True), np.float32(2)])
 def test_what_is_no_share(share: Any) -> None:
     with pytest.raises(SettingsError, match=r"between 0 and 1.*BudgetScorer\(scorer, k=4\)"):
         TimeBudget(share, every=1)

@@ -216,7 +216,7 @@ def test_a_scorer_without_tokens_says_so_on_a_budget_too() -> None:
         assert trace.pmi_reason == NO_TOKENS.format("TableScorer")
     budget = BudgetScorer(FunctionScorer(lambda batch: [-1.0 * len(trace) for _, trace in batch]), 1)
     assert {trace.pmi_reason for trace in observed(byte_tokenizer(), budget).traces} == {
-        NO_TOKENS.format("BudgetScorer")
+        NO_TOKENS.format("FunctionScorer inside BudgetScorer")
     }
 
 

@@ -67,15 +67,15 @@ def _without_overflow(rollout: Rollout, row: int, rewards: list[str], advantages
     changes: dict[str, Any] = {}
     if _overflows(rollout.reward):
         changes["reward"] = None
-        rewards.append(f"reward {_as_float(rollout.reward):g} of {rollout_name(rollout, row)}")
+        rewards.append(f"reward {as_float(rollout.reward):g} of {rollout_name(rollout, row)}")
     too_large = {name: value for name, value in rollout.rewards.items() if _overflows(value)}
     if too_large:
         changes["rewards"] = {**rollout.rewards, **dict.fromkeys(too_large)}
         where = rollout_name(rollout, row)
-        rewards += [f"reward {name!r:.80} {_as_float(value):g} of {where}" for name, value in too_large.items()]
+        rewards += [f"reward {name!r:.80} {as_float(value):g} of {where}" for name, value in too_large.items()]
     if _overflows(rollout.advantage):
         changes["advantage"] = None
-        advantages.append(f"advantage {_as_float(rollout.advantage):g} of {rollout_name(rollout, row)}")
+        advantages.append(f"advantage {as_float(rollout.advantage):g} of {rollout_name(rollout, row)}")
     return replace(rollout, **changes) if changes else rollout
 
 
@@ -85,7 +85,12 @@ def _overflows(value: Any) -> bool:
     return is_number and abs(value) > LARGEST_REWARD
 
 
-def _as_float(value: Any) -> float:
+def as_float(value: Any) -> float:
+    """A number of any make as a float.
+
+    >>> as_float(3), as_float(-(10**400))
+    (3.0, -inf)
+    """
     try:
         return float(value)
     except OverflowError:  # an integer of more digits than a float counts
@@ -131,7 +136,7 @@ def _unusual_reward(value: Any, row: int, where: Callable[[int], str]) -> float:
             "components as `rewards`, and as `reward` the total the trainer used."
         )
     if isinstance(value, numbers.Real):
-        return _as_float(value)
+        return as_float(value)
     raise MetricError(
         f"the reward of {where(row)} is {value!r:.80} ({type(value).__name__}); a reward is one number, or None where "
         "the trainer could not score the rollout."

@@ -1,0 +1,160 @@
+"""What a monitor is given that it cannot use: steps, states. Nothing is lost, and the reason says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collapsediag as cd
+from collapsediag.errors import RolloutError, SettingsError
+from collapsediag.run_folder import read_matrix, read_records
+from collapsediag.testing import planted
+
+KEY = "collapse_first_turn_sample/"
+PLANTED = planted("healthy", n_contexts=4, group_size=3, length=3)
+
+
+class Keep:
+    def __init__(self) -> None:
+        self.records: list[cd.Record] = []
+
+    def write(self, record: cd.Record) -> None:
+        self.records.append(record)
+
+    def close(self) -> None:
+        pass
+
+
+def batch(step: int) -> cd.RolloutBatch:
+    return dataclasses.replace(PLANTED.batch, step=step)
+
+
+def monitor(**options: Any) -> tuple[cd.Monitor, Keep]:
+    keep = Keep()
+    settings = {"every": 1, "reasoning": "completion", "sinks": [keep], **options}
+    return cd.Monitor(PLANTED.scorer(), **settings), keep
+
+
+@pytest.mark.fault(
+    "a damaged state is loaded",
+    "an error names the key and what was found; nothing of the state is taken over",
+)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ema": None}, "'ema' is None"),
+        ({"ema": {"turn": {"decay": 0.9}}}, "'ema' of 'turn': an EmaStd state has the keys"),
+        ({"ema": {"turn": {"decay": 0.9, "values": {"gap_std": -1.0}}}}, "'ema' of 'turn': .* gap_std is -1.0"),
+        ({"reasoning": "thinking"}, r"'reasoning' is 'thinking' \(str\)"),
+        ({"last_step": "9"}, r"'last_step' is '9' \(str\)"),
+        ({"failures": -1}, r"'failures' is -1 \(int\)"),
+        ({"failures_in_a_row": True}, r"'failures_in_a_row' is True \(bool\)"),
+        ({"context_bank": 5}, "context bank is of type int"),
+        ({"context_bank": {"turn": [[1], ["a"]]}}, r"'turn' is \[\[1\], \['a'\]\], and must be lists of token ids"),
+        ({"context_bank": {"turn": [[1, -1]]}}, "must be lists of token ids"),
+        ({"context_bank": {"turn": None}}, "must be lists of token ids"),
+        ({"time_budget": None}, "'wall_s' is None, and must be a number"),
+        ({"time_budget": {"wall_s": float("nan")}}, "'wall_s' is nan"),
+        *[({key: ...}, f"it has no '{key}'") for key in ("ema", "reasoning", "last_step", "failures")],
+    ],
+)
+def test_a_damaged_state_is_refused_whole(changes: dict[str, object], message: str) -> None:
+    def settings() -> dict[str, object]:
+        return {"context_bank": 2, "time_budget": 0.5, "reasoning": "auto"}
+
+    first, _ = monitor(**settings())
+    for step in range(2):
+        first.observe(step, batch(step))
+    state = {key: value for key, value in {**first.state_dict(), **changes}.items() if value is not ...}
+    second, _ = monitor(**settings())
+    before = second.state_dict()
+    with pytest.raises(SettingsError, match=message):
+        second.load_state_dict(state)
+    assert second.state_dict() == before
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+
+
+@pytest.mark.parametrize("state", [None, [], "state", {}])
+def test_what_is_no_state_is_refused(state: object) -> None:
+    with pytest.raises(SettingsError, match=r"monitor state of version .* cannot be loaded"):
+        monitor()[0].load_state_dict(state)  # type: ignore[arg-type]
+
+
+class Unreadable:
+    shape = ()
+
+    def item(self) -> int:
+        raise RuntimeError("no data")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.fault(
+    "a step that is no whole number",
+    "recorded under its batch's step, or the next one where that is taken; the record notes what was given",
+)
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (None, "None (NoneType)"),
+        ("5", "'5' (str)"),
+        (True, "True (bool)"),
+        (4.5, "4.5 (float)"),
+        (float("nan"), "nan (float)"),
+        (2**60, "1152921504606846976 (int)"),
+        ([3], "[3] (list)"),
+        (np.arange(2), "array([0, 1]) (ndarray)"),
+        (Unreadable(), " (Unreadable)"),
+        ("x" * 10**6, "xxx' (str)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_step_that_is_no_number_loses_nothing(
+    tmp_path: Path, given: object, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cd.Monitor(PLANTED.scorer(), every=1, reasoning="completion", sinks=[cd.JsonlSink(tmp_path)]) as m:
+        m.observe(0, batch(0))
+        m.observe(given, batch(7))  # type: ignore[arg-type]
+        m.observe(given, batch(7))  # type: ignore[arg-type]
+        m.observe(given, None)  # type: ignore[arg-type]
+        m.record_failure(given, ValueError("no rollouts"))  # type: ignore[arg-type]
+        m.observe(11, batch(11))
+    records = read_records(tmp_path)
+    assert [(r.step, r.status) for r in records] == [
+        *((0, "ok"), (7, "ok"), (8, "ok"), (9, "failed"), (10, "failed"), (11, "ok"))
+    ]
+    assert records[1].values[KEY + "n_traces"] == read_matrix(tmp_path, 7, "first_turn").n_traces
+    for record, origin in zip(records[1:5], ["the step of its batch", *["the next one"] * 3], strict=True):
+        assert shown in record.notes[0]
+        assert f"is recorded as step {record.step}, {origin}. Give the trainer's step number" in record.notes[0]
+        assert len(record.notes[0]) < 400
+    assert records[5].notes == records[0].notes
+    assert caplog.text.count("Said once, every record notes it.") == 1
+
+
+def test_a_step_that_is_no_number_raises_offline() -> None:
+    m, keep = monitor(on_error="raise")
+    with pytest.raises(RolloutError, match=r"the step given was '5' \(str\)"):
+        m.observe("5", batch(5))  # type: ignore[arg-type]
+    with pytest.raises(RolloutError, match=r"the step of a record is '5' \(str\)"):
+        cd.Record(step="5", values={})  # type: ignore[arg-type]
+    assert keep.records == []
+
+
+def test_steps_out_of_numpy_are_steps() -> None:
+    m, keep = monitor(every=np.int16(2))
+    for step in (np.int64(0), np.uint8(1), np.float32(2.0), np.array(3), np.array([4])):
+        m.observe(step, batch(int(np.ravel(step)[0])))  # type: ignore[arg-type]
+    assert [(type(r.step), r.step, bool(r.matrices)) for r in keep.records] == [
+        (int, step, step % 2 == 0) for step in range(5)
+    ]
+    assert m.last_step == 4
+    json.dumps(m.state_dict())
