@@ -360,6 +360,7 @@ def test_what_is_no_reward_is_refused_by_its_rollout(reward: Any, message: str) 
 @pytest.mark.parametrize(
     ("reward", "shown"),
     [(math.inf, "inf"), (-math.inf, "-inf"), (1e308, "1e+308"), (-(10**400), "-inf"), (np.float32("inf"), "inf")],
+    ids=["inf", "-inf", "1e308", "integer", "numpy"],
 )
 def test_a_reward_that_overflowed_costs_no_number_of_the_others(reward: float, shown: str) -> None:
     def rows(overflowed: float | None) -> cd.RolloutBatch:

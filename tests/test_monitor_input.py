@@ -64,18 +64,17 @@ def monitor(**options: Any) -> tuple[cd.Monitor, Keep]:
     ],
 )
 def test_a_damaged_state_is_refused_whole(changes: dict[str, object], message: str) -> None:
-    def settings() -> dict[str, object]:
-        return {"context_bank": 2, "time_budget": 0.5, "reasoning": "auto"}
-
-    first, _ = monitor(**settings())
+    parts = {"context_bank": 2, "time_budget": 0.5}
+    first, _ = monitor(**parts)
     for step in range(2):
         first.observe(step, batch(step))
     state = {key: value for key, value in {**first.state_dict(), **changes}.items() if value is not ...}
-    second, _ = monitor(**settings())
+    second, _ = monitor(reasoning="auto", **parts)
     before = second.state_dict()
     with pytest.raises(SettingsError, match=message):
         second.load_state_dict(state)
     assert second.state_dict() == before
+    assert before["ema"] == {} != state.get("ema")
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
 
