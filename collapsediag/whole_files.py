@@ -47,7 +47,7 @@ def clear_leftovers(folder: Path) -> None:
 def ending(path: Path) -> Path:
     """`path`, which is about to be read whole. Raises OSError for a device or a pipe: it may go on without end."""
     if _may_not_end(path):
-        raise OSError(errno.EINVAL, "it is a device or a pipe")
+        raise OSError(errno.EINVAL, "it is a device or a pipe; save what comes out of it as a file")
     return path
 
 

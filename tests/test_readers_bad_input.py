@@ -199,6 +199,27 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         list(read_rollouts([]))
     with pytest.raises(ReaderError, match="does not exist"):
         read(str(tmp_path / "*.jsonl"))
+    (tmp_path / "folder.d").mkdir()
+    with pytest.raises(ReaderError, match=r"is a pattern that folders match, and no file"):
+        read(str(tmp_path / "folder.*"))
+    with pytest.raises(ReaderError, match="a path is empty"):
+        read("")
+    for source in (None, "verl"):
+        with pytest.raises(ReaderError, match="x cannot be read: File name too long"):
+            list(read_rollouts("x" * 300, source=source))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs links and a pipe")
+def test_links_that_lead_nowhere_and_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("gone", "loop"):
+        with pytest.raises(ReaderError, match=rf"{name} is a link that leads nowhere"):
+            read(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe")
+    for source in (None, "jsonl"):  # nobody writes to it: opening it would wait for ever
+        with pytest.raises(ReaderError, match="it is a device or a pipe; save what comes out of it as a file"):
+            list(read_rollouts(tmp_path / "pipe", source=source))
 
 
 def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

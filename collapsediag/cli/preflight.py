@@ -102,7 +102,9 @@ def print_report(console: Console, report: PreflightReport) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    console.print(f"step {report.step}: {report.n_rollouts} rollouts in {report.n_groups} groups")
+    rollouts = "1 rollout" if report.n_rollouts == 1 else f"{report.n_rollouts} rollouts"
+    groups = "1 group" if report.n_groups == 1 else f"{report.n_groups} groups"
+    console.print(f"step {report.step}: {rollouts} in {groups}")
     console.print(Text(printable(report.headline), style="bold"))
     for note in report.notes:
         console.print(Text(f"note: {printable(note)}", style="dim"))

@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 from collapsediag._optional import require
 from collapsediag.errors import ReaderError
 from collapsediag.readers._rows import BadLines, Row, RowFile, decode_json, kind
+from collapsediag.whole_files import ending
 
 # A JSON array or document has to be held whole; a longer one is asked for as JSON lines.
 MAX_DOCUMENT_BYTES = 256 * 2**20
@@ -106,7 +107,7 @@ def _is_one_document(path: Path) -> bool:
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     """The file's bytes, unpacked where they are gzip; every way that can fail is a ReaderError naming the file."""
     try:
-        with open(path, "rb") as raw:
+        with open(ending(path), "rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             if packed:

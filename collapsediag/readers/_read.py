@@ -31,7 +31,10 @@ def find_files(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for path in as_list_of_paths(paths):
-        found.update(dict.fromkeys(_expand(Path(path), suffixes)))
+        try:
+            found.update(dict.fromkeys(_expand(Path(path), suffixes)))
+        except OSError as error:
+            raise ReaderError(f"{path} cannot be read: {error.strerror or error}.") from error
     return list(found)
 
 
@@ -40,6 +43,8 @@ def as_list_of_paths(paths: Paths) -> list[str | Path]:
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not given:
         raise ReaderError("no files were named; give files or folders of saved rollouts.")
+    if "" in given:
+        raise ReaderError("a path is empty, which would be the folder that you are in; say . if you mean that one.")
     return given
 
 
@@ -56,9 +61,11 @@ def _expand(path: Path, suffixes: Sequence[str]) -> list[Path]:
     if path.exists():
         return [path]
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-    if matches:
-        return sorted((m for m in matches if m.is_file()), key=natural_order)
-    raise ReaderError(f"{path} does not exist.")
+    files = [match for match in matches if match.is_file()]
+    if not files:
+        what = "a link that leads nowhere" if path.is_symlink() else "a pattern that folders match, and no file"
+        raise ReaderError(f"{path} is {what}." if matches else f"{path} does not exist.")
+    return sorted(files, key=natural_order)
 
 
 def has_suffix(path: Path, suffixes: Sequence[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -114,7 +115,7 @@ def _candidates(paths: Paths) -> list[Path]:
     lines = [s for s in suffixes if s != ".json"]
     files: dict[Path, None] = {}
     for path in as_list_of_paths(paths):
-        if not Path(path).is_dir():
+        if not os.path.isdir(path):  # of a name that is too long, pathlib raises
             files.update(dict.fromkeys(find_files(path, ())))
             continue
         inside = find_files(path, (*lines, ".json"))
