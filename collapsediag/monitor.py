@@ -19,12 +19,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from collapsediag.cadence import Cadence
 from collapsediag.context_bank import ContextBank
-from collapsediag.errors import MetricError, RolloutError, SettingsError
+from collapsediag.errors import MetricError, RolloutError
 from collapsediag.metrics.from_matrix import DEFINITIONS, matrix_metrics
 from collapsediag.metrics.from_rollouts import rollout_report
+from collapsediag.monitor_settings import (
+    check_choice,
+    checked_count,
+    checked_pairs,
+    checked_rollout_options,
+    checked_tokenizer,
+)
 from collapsediag.pairs import (
     NAMESPACES,
-    DropReason,
     PairSettings,
     ScoringPairs,
     build_pairs,
@@ -34,6 +40,7 @@ from collapsediag.plain_text import printable
 from collapsediag.record import Record
 from collapsediag.resumption import REASONING_NOTE, MonitorState, Reasoning, averages_of, reasoning_of
 from collapsediag.rollouts import RolloutBatch
+from collapsediag.said_once import SaidOnce
 from collapsediag.scoring.budget import own_logp_difference
 from collapsediag.scoring.protocol import checked_scorer
 from collapsediag.sink_names import resolve_sinks
@@ -52,8 +59,6 @@ logger = logging.getLogger("collapsediag")
 # After this many failures in a row the policy is not scored any more; the cheap rollout metrics go on.
 MAX_FAILURES_IN_A_ROW = 3
 UNDEFINED = "not defined on this matrix: no spread between traces to measure against, or too few groups for an interval"
-# Left out because not needed, which is no defect of the data.
-CHOSEN_AWAY = (DropReason.SUBSAMPLED, DropReason.NOT_DRAWN)
 
 
 class Monitor:
@@ -101,31 +106,33 @@ class Monitor:
         time_budget: float | None = None,
         on_error: Literal["record", "raise"] = "record",
     ) -> None:
-        if on_error not in ("record", "raise"):
-            raise SettingsError(f"on_error={on_error!r}: choose 'record' (training goes on) or 'raise'.")
+        check_choice("on_error", on_error, ("record", "raise"))
+        check_choice("reasoning", reasoning, ("auto", "think", "completion"))
+        check_choice("definition", definition, tuple(DEFINITIONS))
         self.scorer = checked_scorer(scorer)
-        self.tokenizer = tokenizer
+        self.tokenizer = checked_tokenizer(tokenizer)
         self.cadence = Cadence(every=every)
-        self.pair_settings = pairs if pairs is not None else PairSettings(max_contexts=16, max_traces=64)
+        self.pair_settings = checked_pairs(pairs, PairSettings(max_contexts=16, max_traces=64))
         limit = getattr(scorer, "max_tokens", None)
         if self.pair_settings.max_total_tokens is None and isinstance(limit, int):
             # One trace too long for the model must not cost the whole step.
             self.pair_settings = dataclasses.replace(self.pair_settings, max_total_tokens=limit)
         self.definition: Literal["paper", "ragen"] = definition
-        self.rollout_options = dict(rollout_options or {})
-        self.seed = seed
-        self.traces_kept = traces_kept
-        self.on_error = on_error
+        self.rollout_options = checked_rollout_options(rollout_options)
+        self.seed = checked_count("seed", seed, least=None)
+        self.traces_kept = checked_count("traces_kept", traces_kept)
+        self.on_error: Literal["raise", "record"] = on_error
         self._reasoning: Reasoning = reasoning
         self._finder: SpanFinder | None = None
         self._sinks = FanOut(resolve_sinks(sinks), strict=on_error == "raise")
         self._ema: dict[str, EmaStd] = {}
-        self._bank = ContextBank(context_bank) if context_bank else None
+        n_banked = checked_count("context_bank", context_bank)
+        self._bank = ContextBank(n_banked) if n_banked else None
         self._time_budget = None if time_budget is None else TimeBudget(time_budget, every)
         self._last_step: int | None = None
         self._failures = 0
         self._failures_in_a_row = 0
-        self._said: set[str] = set()
+        self._say_once = SaidOnce()
 
     @property
     def last_step(self) -> int | None:
@@ -237,14 +244,15 @@ class Monitor:
             return StepDraft(number)
         if self.on_error == "raise":
             raise RolloutError(doubt)
-        if "step" not in self._said:
-            self._said.add("step")
-            logger.warning("%s. Said once, every record notes it.", printable(doubt))
+        self._say_once.doubt(doubt)
         return StepDraft(number, (doubt,))
 
     def _measure(self, batch: RolloutBatch, score: bool | None, draft: StepDraft) -> None:
         begun = time.perf_counter()
-        report = rollout_report(batch, tokenizer=self.tokenizer, seed=self.seed, **self.rollout_options)
+        report = rollout_report(
+            batch, tokenizer=self.tokenizer, seed=self.seed, on_error=self.on_error, **self.rollout_options
+        )
+        self._say_once.refused(draft.step, report.refused)
         draft.values.update(report.values)
         draft.not_measured.update(report.not_measured)
         draft.dropped.update(batch.dropped)
@@ -347,7 +355,7 @@ class Monitor:
         for reason, count in pairs.dropped.items():
             draft.dropped[f"{namespace}/{reason.value}"] += count
         draft.notes.extend(pairs.notes)
-        self._report_drops(batch.step, pairs, settings)
+        self._say_once.dropped(batch.step, pairs, settings)
         return pairs
 
     def _fill_bank(self, batch: RolloutBatch) -> None:
@@ -363,20 +371,6 @@ class Monitor:
         if self._finder is None and self.tokenizer is not None:
             self._finder = SpanFinder(self.tokenizer, self.pair_settings.reasoning_tags, batch.eos_token_ids)
         return self._finder
-
-    def _report_drops(self, step: int, pairs: ScoringPairs, settings: PairSettings) -> None:
-        left_out = {r.value: n for r, n in pairs.dropped.items() if n and r not in CHOSEN_AWAY}
-        # Each reason is worth one warning a run: the record counts it at every step.
-        new = set(left_out) - self._said
-        if new:
-            self._said |= new
-            listed = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in left_out.items())
-            total = pairs.n_traces + sum(pairs.dropped.values())
-            cap = f", limited by {settings.caps}" if pairs.dropped.get(DropReason.SUBSAMPLED) else ""
-            logger.warning(
-                "step %d: %d of %d traces cannot be scored (%s); %d were%s. Said once, every record counts them.",
-                *(step, sum(left_out.values()), total, listed, pairs.n_traces, cap),
-            )
 
     def _failed(self, draft: StepDraft, error: Exception) -> Record:
         self._failures += 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -420,6 +422,16 @@ def test_many_environments_leave_the_smallest_without_numbers_of_their_own() -> 
     few = cd.rollout_report(batch(*[rollout("a", 0, environment=name) for name in list(sizes)[:32]]))
     assert {name.split("/")[1] for name in few.values if name.startswith("env/")} == set(list(sizes)[:32])
     assert not [note for note in few.notes if note.startswith("env/")]
+
+
+def test_names_of_environments_stay_apart_and_short() -> None:
+    names = ["a/b", "a%2Fb", "100%", "x" * 5000, "x" * 4999 + "y", "\ud800" * 200]
+    values = cd.rollout_metrics(batch(*[rollout("a", 0, environment=n, reward=float(i)) for i, n in enumerate(names)]))
+    means = {name: value for name, value in values.items() if re.fullmatch("env/[^/]+/reward/mean", name)}
+    assert sorted(means.values()) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert max(map(len, means)) < 130
+    shown = {unquote(name.split("/")[1]): value for name, value in means.items()}
+    assert [shown[name] for name in names[:3]] == [0.0, 1.0, 2.0]
 
 
 def test_a_graded_success_label_is_refused_by_its_rollout() -> None:

@@ -1,9 +1,10 @@
-"""What a monitor is given that it cannot use: steps, states. Nothing is lost, and the reason says what to do."""
+"""What a monitor is given that it cannot use: steps, states, settings. Nothing is lost, and the reason says why."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import collapsediag as cd
-from collapsediag.errors import RolloutError, SettingsError
+from collapsediag.errors import MetricError, PairError, RolloutError, SettingsError
 from collapsediag.run_folder import read_matrix, read_records
 from collapsediag.testing import planted
 
@@ -157,3 +158,89 @@ def test_steps_out_of_numpy_are_steps() -> None:
     ]
     assert m.last_step == 4
     json.dumps(m.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"seed": None}, "seed=None: a whole number is needed"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"traces_kept": -1}, "traces_kept=-1: a whole number, 0 or more is needed"),
+        ({"traces_kept": "32"}, "traces_kept='32'"),
+        ({"context_bank": 1.5}, "context_bank=1.5"),
+        ({"definition": "RAGEN"}, "definition='RAGEN': choose 'paper' or 'ragen'"),
+        ({"reasoning": "cot"}, "reasoning='cot': choose 'auto' or 'think' or 'completion'"),
+        ({"pairs": {"max_traces": 4}}, r"pairs={'max_traces': 4} \(dict\): pass PairSettings"),
+        (
+            {"rollout_options": {"fromat": None}},
+            r"rollout_options holds \['fromat'\]; it is a dict with some of",
+        ),
+        ({"rollout_options": {"seed": 1}}, r"rollout_options holds \['seed'\]"),
+        ({"rollout_options": 5}, "rollout_options holds 5"),
+        ({"rollout_options": {"format": "json"}}, "format is 'json'; pass TagFormat"),
+        ({"rollout_options": {"success_threshold": "0.5"}}, "success_threshold='0.5': a number is needed"),
+        ({"rollout_options": {"success_threshold": float("nan")}}, "success_threshold=nan"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_before_training(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        monitor(**setting)
+
+
+def test_a_name_is_no_tokenizer() -> None:
+    with pytest.raises(PairError, match=r"str has no decode\(ids\) method; pass the tokenizer of the policy"):
+        monitor(tokenizer="gpt2")
+
+
+def test_settings_out_of_numpy_are_settings() -> None:
+    made = {"seed": np.int64(3), "traces_kept": np.float32(2), "context_bank": np.int8(2), "every": np.int64(1)}
+    m, keep = monitor(**made, rollout_options={"success_threshold": np.float32(0.5)})
+    plain, expected = monitor(**{name: int(value) for name, value in made.items()})
+    for one in (m, plain):
+        one.observe(1, batch(1))
+    assert len(keep.records[0].traces) == 2
+    assert [t.row for t in keep.records[0].traces] == [t.row for t in expected.records[0].traces]
+
+
+@pytest.mark.fault(
+    "a batch holds what cannot be: a NaN log-probability, a reward that is text, a graded success label",
+    "what depends on it is not measured, with the rollout that has it; all else is, one warning",
+)
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("change", "reason", "families"),
+    [
+        ({"logprobs": float("nan")}, "rollout 5, turn 0: a log-probability is nan", {"entropy"}),
+        ({"logprobs": 0.5}, "rollout 5, turn 0: a log-probability is 0.5", {"entropy"}),
+        ({"reward": "1.0"}, r"the reward of rollout 5( \(group '\w+'\))? is '1.0'", {"reward", "tools"}),
+        ({"success": 0.5}, r"the success label of rollout 5 \(group '\w+'\) is 0.5", {"reward", "pass@k"}),
+    ],
+    ids=str,
+)
+def test_one_impossible_number_costs_only_what_depends_on_it(
+    change: dict[str, Any], reason: str, families: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def changed(change: dict[str, Any]) -> cd.RolloutBatch:
+        rollouts = []
+        for i, r in enumerate(PLANTED.batch):
+            logprobs = [-1.0] * len(r.turns[0].output_ids)
+            if i == 5 and "logprobs" in change:
+                logprobs[0] = change["logprobs"]
+            turn = dataclasses.replace(r.turns[0], logprobs=logprobs)
+            rollouts.append(dataclasses.replace(r, turns=(turn,), success=i % 2 == 0))
+        rollouts[5] = dataclasses.replace(rollouts[5], **{k: v for k, v in change.items() if k != "logprobs"})
+        return dataclasses.replace(PLANTED.batch, rollouts=tuple(rollouts))
+
+    fine = monitor()[0].observe(0, changed({"success": True}))
+    m, _ = monitor()
+    records = [m.observe(step, changed(change)) for step in range(5)]
+    assert [(r.status, bool(r.matrices)) for r in records] == [("ok", True)] * 5
+    refused = {name for name, why in records[4].not_measured.items() if re.match(reason, why)}
+    assert refused == families
+    lost = {name.split("/")[0] for name in set(fine.values) - set(records[0].values)}
+    assert lost - {"n_unlabelled"} == {"pass@1" if name == "pass@k" else name for name in families} | (
+        {"pass@2"} if "pass@k" in families else set()
+    )
+    assert len([m for m in caplog.messages if "is not measured" in m]) == len(families)
+    with pytest.raises(MetricError, match=reason):
+        monitor(on_error="raise")[0].observe(0, changed(change))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from urllib.parse import unquote
 
 from collapsediag.findings.facts import Facts, Wording, fallen, of_episodes, risen, skipped, too_few
 from collapsediag.findings.finding import Finding
@@ -148,7 +149,7 @@ def environment_collapse(facts: Facts) -> Finding:
             n_judged += 1
             low = low_episodes(own, facts.settings.environment_low, facts.settings)
             if low.holds and not low_episodes(pooled, facts.settings.environment_low, facts.settings).holds:
-                collapsed.append((environment.replace("%2F", "/"), what, low, pooled))
+                collapsed.append((unquote(environment), what, low, pooled))
     if not n_judged:
         return skipped(check, title, too_few(facts.settings.n_needed))
     if not collapsed:

@@ -5,9 +5,10 @@ The arithmetic is in the families; here a batch is turned into their columns onc
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from collapsediag.statistics import DEFAULT_RESAMPLES
 
 # Each environment is some fifty numbers a step, and a curve each wherever records go.
 MAX_ENVIRONMENTS = 32
+# Characters of an environment's name. Some trackers take 250 for a metric's whole name.
+MAX_NAME = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +35,13 @@ class RolloutReport:
     """The numbers of one batch, and what could not be measured.
 
     values: by metric name. not_measured: the reason in words, by metric or family name.
+    refused: those of not_measured where the batch holds what cannot be, with the rollout that does.
     notes: what a person must know to read the values.
     """
 
     values: Mapping[str, float]
     not_measured: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -68,7 +73,8 @@ def rollout_metrics(
     n_resamples, seed: of the bootstrap intervals.
     entropy: arguments of `entropy_metrics` (positions, eta, vocabulary_size). Without `positions` entropy/ reads the
         reasoning of each turn where token ids and a tokenizer show it, and every output token of the other turns.
-    Raises MetricError naming the rollout whose reward is a string, a boolean or a dict.
+    Raises MetricError naming the rollout whose reward is a string, a boolean or a dict, or that holds impossible
+        log-probabilities or entropies.
 
     >>> batch = RolloutBatch.from_lists(step=1, prompts=["2+2="] * 2, completions=["4", "5"], rewards=[1.0, 0.0])
     >>> values = rollout_metrics(batch)
@@ -100,8 +106,11 @@ def rollout_report(
     n_resamples: int = DEFAULT_RESAMPLES,
     seed: int = 0,
     entropy: Mapping[str, Any] | None = None,
+    on_error: Literal["raise", "record"] = "raise",
 ) -> RolloutReport:
     """`rollout_metrics` with the reasons for what is missing, and notes. The arguments are the same.
+
+    on_error: "record" leaves a family that would raise MetricError out, under `refused`; the others are measured.
 
     >>> batch = RolloutBatch.from_lists(step=1, prompts=["2+2="] * 2, completions=["4", "5"], rewards=[1.0, 0.0])
     >>> rollout_report(batch).not_measured["pass@k"]
@@ -118,16 +127,31 @@ def rollout_report(
         )
     batch, overflowed = without_overflow(batch)
     table = RolloutTable(batch=batch, tokenizer=tokenizer, answer=answer, success_threshold=success_threshold)
-    reader = RolloutReader(table, as_format(format), rho, n_resamples, seed, entropy or {})
+    reader = RolloutReader(
+        table, as_format(format), rho, n_resamples, seed, entropy or {}, is_strict=on_error == "raise"
+    )
     values, reasons = reader.read(np.arange(len(batch)))
     notes = (*overflowed, *_notes(table, values, format))
     environments, left_out = _environments(batch)
     for environment, rows in environments.items():
         part, part_reasons = reader.read(rows)
-        prefix = f"env/{environment.replace('/', '%2F')}/"
+        prefix = f"env/{environment_name(environment)}/"
         values |= {prefix + name: value for name, value in part.items()}
         reasons |= {prefix + name: why for name, why in part_reasons.items() if name not in reasons}
-    return RolloutReport(values=values, not_measured=reasons, notes=notes + left_out)
+    return RolloutReport(values=values, not_measured=reasons, refused=reader.refused, notes=notes + left_out)
+
+
+def environment_name(environment: str) -> str:
+    """An environment as a part of metric names: quoted, and cut where someone took a whole prompt for its name.
+
+    >>> environment_name("math/easy")
+    'math%2Feasy'
+    """
+    name = environment.replace("%", "%25").replace("/", "%2F")
+    if len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.blake2b(environment.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    return f"{name[:MAX_NAME].rstrip('%')}~{digest}"
 
 
 def _environments(batch: RolloutBatch) -> tuple[dict[str, IntArray], tuple[str, ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from collapsediag.errors import MetricError
 from collapsediag.metrics import diversity
 from collapsediag.metrics.entropy_batch import entropy_metrics
 from collapsediag.metrics.format import Format, format_metrics
@@ -20,6 +21,7 @@ from collapsediag.metrics.pass_at_k import pass_at_k_metrics
 from collapsediag.metrics.rewards import component_metrics, grouped_reward_metrics
 from collapsediag.metrics.rollout_table import RolloutTable
 from collapsediag.metrics.tools import tool_metrics
+from collapsediag.rollouts import RolloutBatch
 
 Values = dict[str, float]
 Reasons = dict[str, str]
@@ -34,13 +36,23 @@ class RolloutReader:
     """Reads the families for any subset of rows. What costs time per token is computed once, for all of them."""
 
     def __init__(
-        self, table: RolloutTable, form: Format, rho: float, n_resamples: int, seed: int, entropy: Mapping[str, Any]
+        self,
+        table: RolloutTable,
+        form: Format,
+        rho: float,
+        n_resamples: int,
+        seed: int,
+        entropy: Mapping[str, Any],
+        *,
+        is_strict: bool = True,
     ) -> None:
         self.table = table
         self.form = form
         self.rho = rho
         self.n_resamples = n_resamples
         self.seed = seed
+        self.is_strict = is_strict
+        self.refused: Reasons = {}
         self.entropy = {"positions": table.reasoning_mask, **entropy}
         self.failures_T, self.format_reason = self._judge()
         self.distinct_2_G = self._distinct_2()
@@ -51,16 +63,24 @@ class RolloutReader:
         values: Values = {"n_rollouts": float(rows.size), "n_groups": float(group_N.max() + 1)}
         values["n_single_groups"] = float((np.bincount(group_N) == 1).sum())
         reasons: Reasons = {}
-        families: tuple[Callable[[IntArray, IntArray], tuple[Values, Reasons]], ...] = (
-            self._format,
-            self._length,
-            self._rewards,
-            self._pass_at_k,
-            self._diversity,
-            self._of_batch,
-        )
-        for family in families:
-            more, why = family(rows, group_N)
+        families: dict[str, Callable[[IntArray, IntArray], tuple[Values, Reasons]]] = {
+            "format": self._format,
+            "length": self._length,
+            "reward": self._rewards,
+            "pass@k": self._pass_at_k,
+            "diversity": self._diversity,
+            "tools": self._tools,
+            "entropy": self._entropy,
+        }
+        for name, family in families.items():
+            try:
+                more, why = family(rows, group_N)
+            except MetricError as error:
+                if self.is_strict:
+                    raise
+                # One impossible number must not cost the others.
+                more, why = {}, {name: str(error)}
+                self.refused |= why
             values |= more
             reasons |= why
         return values, reasons
@@ -193,12 +213,14 @@ class RolloutReader:
             return {}, {"distinct_2": "no output has two tokens"}
         return {"distinct_2": float((some[:, 0] / some[:, 1]).mean())}, {}
 
-    def _of_batch(self, rows: IntArray, group_N: IntArray) -> tuple[Values, Reasons]:
-        """The families that read rollouts themselves."""
+    def _part(self, rows: IntArray) -> RolloutBatch:
         batch = self.table.text_batch
-        part = batch if rows.size == len(batch) else batch.select(rows.tolist())
-        tools, entropy = tool_metrics(part, seed=self.seed), entropy_metrics(part, seed=self.seed, **self.entropy)
-        reasons = {} if tools else {"tools": _NO_TEXT}
-        if not entropy:
-            reasons["entropy"] = "no turn has the entropies or log-probabilities of its tokens"
-        return tools | entropy, reasons
+        return batch if rows.size == len(batch) else batch.select(rows.tolist())
+
+    def _tools(self, rows: IntArray, group_N: IntArray) -> tuple[Values, Reasons]:
+        values = tool_metrics(self._part(rows), seed=self.seed)
+        return values, {} if values else {"tools": _NO_TEXT}
+
+    def _entropy(self, rows: IntArray, group_N: IntArray) -> tuple[Values, Reasons]:
+        values = entropy_metrics(self._part(rows), seed=self.seed, **self.entropy)
+        return values, {} if values else {"entropy": "no turn has the entropies or log-probabilities of its tokens"}
