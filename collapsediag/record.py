@@ -36,6 +36,17 @@ def step_number(step: Any) -> int | None:
     return number if number is not None and abs(number) <= MAX_STEP else None
 
 
+def _json_value(value: Any) -> Any:
+    """A setting as JSON has it; what it has not becomes text, for a run must not go unrecorded for a setting."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(entry) for entry in value]
+    number = plain(value)
+    is_json = number is None or isinstance(number, (str, int)) or (isinstance(number, float) and math.isfinite(number))
+    return number if is_json else str(number)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Provenance:
     """Where a run's numbers came from; the content of run.json.
@@ -44,7 +55,7 @@ class Provenance:
     versions: library versions by package name.
     model, tokenizer: what was scored with, as the user named it; None where a trainer handed over live objects.
     device, dtype: where and how precisely it was scored; runs of different dtype are not comparable in small values.
-    settings: every setting that changes a number, JSON values.
+    settings: every setting that changes a number; what is no JSON value is written as text.
     """
 
     created: float
@@ -68,7 +79,7 @@ class Provenance:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, with the schema version of the run folder."""
-        return {"schema_version": SCHEMA_VERSION, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        return {"schema_version": SCHEMA_VERSION, **{f.name: _json_value(getattr(self, f.name)) for f in fields(self)}}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -178,12 +189,15 @@ class Record:
                 "to 2**53: the trainer's step number."
             )
         object.__setattr__(self, "step", step)
+        if self.reason is not None:
+            object.__setattr__(self, "reason", str(self.reason))
         object.__setattr__(self, "notes", tuple(map(str, self.notes)))
         object.__setattr__(self, "dropped", {str(reason): plain(count) for reason, count in self.dropped.items()})
         finite = {name: float(value) for name, value in self.values.items() if math.isfinite(value)}
         lost = {name: f"came out {float(v)}" for name, v in self.values.items() if name not in finite}
         object.__setattr__(self, "values", finite)
-        object.__setattr__(self, "not_measured", {**lost, **self.not_measured})
+        given = {str(name): str(reason) for name, reason in self.not_measured.items()}
+        object.__setattr__(self, "not_measured", {**lost, **given})
 
     def without_arrays(self) -> Record:
         """The numbers alone, for those who keep many records."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextvars
+import inspect
+import io
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from collapsediag.errors import TrackerError
+from collapsediag.arrays import whole_number
+from collapsediag.errors import RunFolderError, SettingsError, TrackerError
 from collapsediag.main_process import MainProcess, is_main_process, is_worker
 from collapsediag.plain_text import error_text, printable
 from collapsediag.record import Provenance, Record
@@ -51,8 +54,8 @@ class JsonlSink:
     provenance: where the numbers come from, for run.json.
     keep: of how many scored steps matrices and traces stay, spread over the run; None: of all. Numbers always stay.
 
-    Raises RunFolderError at once, before anything is trained, where the folder holds records of another run. Nothing is
-    made on disk before the first record.
+    Raises RunFolderError at once, before anything is trained, where the folder holds records of another run or has no
+    name, and SettingsError for another `keep` or `provenance`. Nothing is made on disk before the first record.
     """
 
     def __init__(
@@ -63,6 +66,13 @@ class JsonlSink:
         provenance: Provenance | None = None,
         keep: int | None = None,
     ) -> None:
+        if not str(path).strip():
+            raise RunFolderError("the run folder has no name; give one, for example runs/a.")
+        if not (provenance is None or isinstance(provenance, Provenance)):
+            found = type(provenance).__name__
+            raise SettingsError(f"provenance is of type {found}; make it: Provenance.collect(model=..., settings=...).")
+        if keep is not None and whole_number(keep) is None:
+            raise SettingsError(f"keep={keep!r:.80}: a whole number of scored steps is needed, or None for all.")
         self._store = RunStore(path, provenance=provenance, resume=resume, keep=keep)
         # A worker that imports its parent's script makes this sink again, while the parent's run is in the folder.
         if is_main_process() and not is_worker():
@@ -102,11 +112,7 @@ class FanOut:
         self._strict = strict
         self._process = MainProcess()
         for sink in self._sinks:
-            if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):
-                raise TypeError(
-                    f"{type(sink).__name__} is not a sink: it needs write(record) and close(). "
-                    "Pass e.g. JsonlSink('runs/a')."
-                )
+            _check(sink)
 
     def write(self, record: Record) -> None:
         """Give the record to every sink that still works. After `close` none is left, which is said once."""
@@ -162,6 +168,18 @@ class FanOut:
     def _drop(self, sink: Sink) -> None:
         # By identity: sinks may be equal to one another.
         self._sinks = [other for other in self._sinks if other is not sink]
+
+
+def _check(sink: Any) -> None:
+    name, write = type(sink).__name__, getattr(sink, "write", None)
+    # An open file has both methods, and takes text.
+    if not (callable(write) and callable(getattr(sink, "close", None))) or isinstance(sink, io.IOBase):
+        raise TypeError(f"{name} is not a sink: it needs write(record) and close(). Pass e.g. JsonlSink('runs/a').")
+    if inspect.iscoroutinefunction(write):
+        raise SettingsError(
+            f"{name}.write is a coroutine function, and records are written from synchronous code. Schedule it on your "
+            "event loop in a write that is none."
+        )
 
 
 class _HungError(TrackerError):

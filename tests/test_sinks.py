@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import collapsediag as cd
 from collapsediag.console import ConsoleSink, retrieval_bar, summary_lines
-from collapsediag.errors import RunFolderError
+from collapsediag.errors import RunFolderError, SettingsError
 from collapsediag.plain_text import printable
 from collapsediag.record import Record
-from collapsediag.run_folder import read_records
+from collapsediag.run_folder import read_records, read_run
 from collapsediag.sink_names import resolve_sinks
 from collapsediag.sinks import FanOut, JsonlSink, Sink
 
@@ -227,6 +230,46 @@ def test_strict_closes_the_others_before_it_raises() -> None:
     with pytest.raises(RuntimeError, match="no"):
         FanOut([Refuses(), last], strict=True).close()
     assert last.closed == 1
+
+
+class Coroutine(Recorder):
+    async def write(self, record: Record) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: JsonlSink(""), RunFolderError, "the run folder has no name; give one"),
+        (lambda: JsonlSink("run", keep="3"), SettingsError, "keep='3': a whole number of scored steps"),  # type: ignore[arg-type]
+        (lambda: JsonlSink("run", keep=2.5), SettingsError, "keep=2.5"),  # type: ignore[arg-type]
+        (lambda: JsonlSink("run", keep=0), SettingsError, "keep=0: the first and the last"),
+        (lambda: JsonlSink("run", provenance={"model": "m"}), SettingsError, "provenance is of type dict; make it"),  # type: ignore[arg-type]
+        (lambda: FanOut([io.StringIO()]), TypeError, "StringIO is not a sink"),  # type: ignore[list-item]
+        (lambda: FanOut([Coroutine()]), SettingsError, r"Coroutine\.write is a coroutine function"),
+    ],
+)
+def test_what_would_fail_at_every_step_is_refused_at_construction(
+    make: Callable[[], object], error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        make()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_setting_and_no_text_keeps_a_run_from_being_written(tmp_path: Path) -> None:
+    settings = {"lr": np.float32(0.5), ("a", 1): float("nan"), "model": object, "steps": (1, [np.int64(2)])}
+    odd = Record(step=1, values={}, status="failed", reason=KeyError("x"), not_measured={"a": None}, notes=(None, 5))  # type: ignore[arg-type, dict-item]
+    sink = JsonlSink(tmp_path / "run", provenance=cd.Provenance.collect(settings=settings), keep=np.int64(3))  # type: ignore[arg-type]
+    sink.write(dataclasses.replace(odd, dropped={("first_turn", 1): np.int64(2)}))  # type: ignore[dict-item]
+    sink.close()
+    assert read_run(tmp_path / "run")["settings"] == {
+        "lr": 0.5, "('a', 1)": "nan", "model": "<class 'object'>", "steps": [1, [2]],
+    }  # fmt: skip
+    (record,) = read_records(tmp_path / "run")
+    assert (record.reason, record.notes) == ("'x'", ("None", "5"))
+    assert (record.not_measured, record.dropped) == ({"a": "None"}, {"('first_turn', 1)": 2})
 
 
 def test_something_that_is_no_sink_is_refused_at_construction() -> None:
