@@ -69,8 +69,9 @@ class JsonlSink:
         if not str(path).strip():
             raise RunFolderError("the run folder has no name; give one, for example runs/a.")
         if not (provenance is None or isinstance(provenance, Provenance)):
-            found = type(provenance).__name__
-            raise SettingsError(f"provenance is of type {found}; make it: Provenance.collect(model=..., settings=...).")
+            raise SettingsError(
+                f"provenance is of type {type(provenance).__name__}; make it: Provenance.collect(model=..., device=...)."
+            )
         if keep is not None and whole_number(keep) is None:
             raise SettingsError(f"keep={keep!r:.80}: a whole number of scored steps is needed, or None for all.")
         self._store = RunStore(path, provenance=provenance, resume=resume, keep=keep)
