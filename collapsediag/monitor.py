@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,7 +35,7 @@ from collapsediag.pairs import (
     build_pairs,
     resolve_reasoning,
 )
-from collapsediag.plain_text import printable
+from collapsediag.plain_text import error_text, printable
 from collapsediag.record import Record
 from collapsediag.resumption import REASONING_NOTE, MonitorState, Reasoning, averages_of, reasoning_of
 from collapsediag.rollouts import RolloutBatch
@@ -49,7 +48,7 @@ from collapsediag.spans import SpanFinder
 from collapsediag.statistics import EmaStd
 from collapsediag.step_draft import StepDraft, settled_step
 from collapsediag.time_budget import MIN_CELLS, TimeBudget
-from collapsediag.trace_samples import sample_traces, sampled_rows, score_keeping
+from collapsediag.trace_samples import ScoredRows, sample_traces, sampled_rows, score_keeping
 
 if TYPE_CHECKING:
     from collapsediag.scoring.protocol import Scorer
@@ -58,7 +57,6 @@ logger = logging.getLogger("collapsediag")
 
 # After this many failures in a row the policy is not scored any more; the cheap rollout metrics go on.
 MAX_FAILURES_IN_A_ROW = 3
-UNDEFINED = "not defined on this matrix: no spread between traces to measure against, or too few groups for an interval"
 
 
 class Monitor:
@@ -227,14 +225,16 @@ class Monitor:
         The moving averages are part of every scored record, so the last one of each namespace holds them exactly. What
         a trace is was decided at the first scored step, and stands in its notes.
         """
+        reasoning, emas, last_step = self._reasoning, dict(self._ema), self._last_step
         for record in records:
-            if self._reasoning == "auto":
-                self._reasoning = reasoning_of(record.notes)
+            if reasoning == "auto":
+                reasoning = reasoning_of(record.notes)
             for namespace in NAMESPACES:
                 averages = averages_of(record.values, f"collapse_{namespace}_sample/")
                 if averages is not None:
-                    self._ema[namespace] = averages
-            self._last_step = record.step
+                    emas[namespace] = averages
+            last_step = record.step
+        self._reasoning, self._ema, self._last_step = reasoning, emas, last_step
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -328,13 +328,20 @@ class Monitor:
         except MetricError as error:
             draft.not_measured[key] = str(error)
             return
-        for name, value in values.items():
-            if math.isfinite(value):
-                draft.values[f"{key}/{name}"] = value
-            else:
-                draft.not_measured[f"{key}/{name}"] = UNDEFINED
+        draft.take(key, values)
         draft.matrices[namespace] = matrix
-        draft.traces.extend(sample_traces(batch, pairs, scored, self.tokenizer, DEFINITIONS[self.definition].mixture))
+        self._keep_traces(batch, pairs, scored, draft)
+
+    def _keep_traces(self, batch: RolloutBatch, pairs: ScoringPairs, scored: ScoredRows, draft: StepDraft) -> None:
+        mixture = DEFINITIONS[self.definition].mixture
+        try:
+            draft.traces.extend(sample_traces(batch, pairs, scored, self.tokenizer, mixture))
+        except Exception as error:
+            if self.on_error == "raise":
+                raise
+            # What is kept for reading must not cost what was scored.
+            reason = f"no trace was kept: {type(error).__name__}: {error_text(error)}"
+            draft.not_measured[f"collapse_{pairs.namespace}_sample/traces"] = reason
 
     def _pairs(self, batch: RolloutBatch, namespace: str, draft: StepDraft, settings: PairSettings) -> ScoringPairs:
         finder = self._span_finder(batch)

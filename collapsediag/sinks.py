@@ -70,7 +70,7 @@ class JsonlSink:
             raise RunFolderError("the run folder has no name; give one, for example runs/a.")
         if not (provenance is None or isinstance(provenance, Provenance)):
             raise SettingsError(
-                f"provenance is of type {type(provenance).__name__}; make it: Provenance.collect(model=..., device=...)."
+                f"provenance is of type {type(provenance).__name__}; make it: Provenance.collect(model=..., dtype=...)."
             )
         if keep is not None and whole_number(keep) is None:
             raise SettingsError(f"keep={keep!r:.80}: a whole number of scored steps is needed, or None for all.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,8 @@ from collapsediag.plain_text import error_text
 from collapsediag.record import MAX_STEP, Record, TraceSample, step_number
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.statistics import EmaStd
+
+UNDEFINED = "not defined on this matrix: no spread between traces to measure against, or too few groups for an interval"
 
 
 def settled_step(given: Any, batch: Any, last_step: int | None) -> tuple[int, str | None]:
@@ -63,6 +67,14 @@ class StepDraft:
     def scored(self) -> bool:
         """Whether the policy was scored."""
         return self.n_cells > 0
+
+    def take(self, prefix: str, values: Mapping[str, float]) -> None:
+        """Take in what a matrix gave; what it does not define is not measured."""
+        for name, value in values.items():
+            if math.isfinite(value):
+                self.values[f"{prefix}/{name}"] = value
+            else:
+                self.not_measured[f"{prefix}/{name}"] = UNDEFINED
 
     def record(self) -> Record:
         """The record of a step that went well."""

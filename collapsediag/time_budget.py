@@ -8,8 +8,8 @@ A cell is one trace under one context, the unit in which the cost of a scoring i
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,7 +112,7 @@ class TimeBudget:
         found: dict[str, Any] = {n: state.get(n.lstrip("_")) if isinstance(state, Mapping) else None for n in SAVED}
         for name, value in found.items():
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not is_number or not (math.isfinite(value) and value >= 0):
+            if not is_number or not 0 <= value < sys.float_info.max:
                 raise SettingsError(
                     f"the saved time budget is damaged: {name.lstrip('_')!r} is {value!r:.80}, and must be a number, 0 "
                     "or more. Leave it out to begin its account anew."

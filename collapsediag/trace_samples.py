@@ -69,6 +69,12 @@ def score_keeping(scorer: Scorer, pairs: ScoringPairs, rows: IntArray) -> Scored
             f"{type(scorer).__name__} returned a matrix of shape {matrix.logp_NP.shape} for {pairs.n_traces} "
             f"traces and {pairs.n_contexts} contexts; one row a trace and one column a context is needed."
         )
+    if not np.array_equal(matrix.own_N, pairs.own_N):
+        row = int(np.flatnonzero(matrix.own_N != pairs.own_N)[0])
+        raise ScoringError(
+            f"{type(scorer).__name__} returned own_N[{row}] = {int(matrix.own_N[row])} where the trace's own context "
+            f"is {int(pairs.own_N[row])}; rows and columns are to be in the order of the pairs, own_N is pairs.own_N."
+        )
     return ScoredRows(matrix=matrix, rows=rows, tokens=tokens, reason=reason)
 
 

@@ -61,6 +61,7 @@ def monitor(**options: Any) -> tuple[cd.Monitor, Keep]:
         ({"context_bank": {"turn": None}}, "must be lists of token ids"),
         ({"time_budget": None}, "'wall_s' is None, and must be a number"),
         ({"time_budget": {"wall_s": float("nan")}}, "'wall_s' is nan"),
+        ({"time_budget": {"wall_s": 10**400}}, "'wall_s' is 1000"),
         *[({key: ...}, f"it has no '{key}'") for key in ("ema", "reasoning", "last_step", "failures")],
     ],
 )
@@ -78,6 +79,18 @@ def test_a_damaged_state_is_refused_whole(changes: dict[str, object], message: s
     assert before["ema"] == {} != state.get("ema")
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
+
+
+def test_damaged_records_leave_a_monitor_as_it_was() -> None:
+    m, _ = monitor(reasoning="auto")
+    before = m.state_dict()
+    name = KEY + "gap_std_ema"
+    good = cd.Record(step=1, values={name: 1.0}, notes=("reasoning=completion: as asked",))
+    with pytest.raises(SettingsError, match=r"gap_std is -1\.0"):
+        m.continue_from([good, cd.Record(step=2, values={name: -1.0})])
+    assert m.state_dict() == before
+    m.continue_from([good])
+    assert (m.last_step, m.state_dict()["reasoning"]) == (1, "completion")
 
 
 @pytest.mark.parametrize("state", [None, [], "state", {}])
@@ -244,3 +257,38 @@ def test_one_impossible_number_costs_only_what_depends_on_it(
     assert len([m for m in caplog.messages if "is not measured" in m]) == len(families)
     with pytest.raises(MetricError, match=reason):
         monitor(on_error="raise")[0].observe(0, changed(change))
+
+
+class BrokenTokenizer:
+    def decode(self, ids: list[int]) -> str:
+        raise OverflowError("id out of range")
+
+
+@pytest.mark.fault(
+    "the tokenizer cannot decode what was sampled",
+    "no trace is kept for reading, with the reason; the numbers of the step are as without a tokenizer",
+)
+@pytest.mark.faults
+def test_traces_that_cannot_be_written_out_cost_no_number() -> None:
+    record = monitor(tokenizer=BrokenTokenizer())[0].observe(0, batch(0))
+    expected = monitor()[0].observe(0, batch(0))
+    assert (record.status, record.traces) == ("ok", ())
+    assert record.not_measured[KEY + "traces"] == "no trace was kept: OverflowError: id out of range"
+    assert (
+        {n: v for n, v in record.values.items() if n.startswith(KEY)}
+        == {n: v for n, v in expected.values.items() if n.startswith(KEY)}
+        != {}
+    )
+    with pytest.raises(OverflowError):
+        monitor(tokenizer=BrokenTokenizer(), on_error="raise")[0].observe(0, batch(0))
+
+
+def test_a_scorer_that_mistakes_whose_trace_is_whose_fails_by_name() -> None:
+    class Sorts:
+        def score(self, pairs: cd.ScoringPairs) -> cd.LogLikelihoodMatrix:
+            matrix = PLANTED.scorer().score(pairs)
+            return dataclasses.replace(matrix, own_N=np.sort(matrix.own_N)[::-1].copy())
+
+    record = cd.Monitor(Sorts(), every=1, reasoning="completion").observe(0, batch(0))
+    assert record.status == "failed"
+    assert re.match(r"Sorts returned own_N\[0\] = 3 where the trace's own context is 0; rows and", record.reason or "")
