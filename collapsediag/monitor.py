@@ -64,7 +64,7 @@ class Monitor:
 
     scorer: scores traces under contexts with the policy (HFScorer, FunctionScorer, ...). None: rollout metrics only.
     every: the policy is scored at the first observed step and at every step divisible by this.
-    sinks: where records go. JsonlSink("runs/a") keeps everything. Also a name ("wandb", "tensorboard:runs/tb",
+    sinks: where records go, one or several. JsonlSink("runs/a") keeps everything. Also a name ("wandb", "tensorboard:runs/tb",
         "jsonl:runs/a"), or a function or logger that takes (metrics, step=step). The main process alone writes.
     tokenizer: anything with decode(ids) -> str; needed to find reasoning tags in token ids and to store readable
         traces.
@@ -92,7 +92,7 @@ class Monitor:
         scorer: Scorer | None = None,
         *,
         every: int = 10,
-        sinks: Iterable[Sink | str | Any] | str = (),
+        sinks: Iterable[Sink | str | Any] | Sink | str = (),
         tokenizer: Any = None,
         reasoning: Reasoning = "auto",
         pairs: PairSettings | None = None,
