@@ -64,8 +64,9 @@ class Monitor:
 
     scorer: scores traces under contexts with the policy (HFScorer, FunctionScorer, ...). None: rollout metrics only.
     every: the policy is scored at the first observed step and at every step divisible by this.
-    sinks: where records go, one or several. JsonlSink("runs/a") keeps everything. Also a name ("wandb", "tensorboard:runs/tb",
-        "jsonl:runs/a"), or a function or logger that takes (metrics, step=step). The main process alone writes.
+    sinks: where records go, one or several. JsonlSink("runs/a") keeps everything. Also a name ("wandb",
+        "tensorboard:runs/tb", "jsonl:runs/a"), or a function or logger that takes (metrics, step=step). The main
+        process alone writes.
     tokenizer: anything with decode(ids) -> str; needed to find reasoning tags in token ids and to store readable
         traces.
     reasoning: "think" (between tags), "completion" (the whole output), or "auto": decided at the first step by

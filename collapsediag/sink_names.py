@@ -68,7 +68,7 @@ def named_sink(text: str) -> Sink:
     return cast(Sink, make(**{entry.keyword: argument}) if colon and entry.keyword else make())
 
 
-def resolve_sinks(sinks: Iterable[Any] | str) -> list[Sink]:
+def resolve_sinks(sinks: Iterable[Any] | Sink | str) -> list[Sink]:
     """Sinks of what a user may pass: a name, a sink, a function, an object that logs, or several of these.
 
     >>> from collapsediag.sinks import JsonlSink
