@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tracemalloc
 from collections.abc import Callable
 
@@ -321,9 +322,10 @@ def test_impossible_values_are_refused_with_their_place(
         metrics(fine(), one_turn(**per_token), **settings)
 
 
-def test_an_infinite_advantage_is_refused() -> None:
-    with pytest.raises(MetricError, match="advantage of rollout 0 is inf"):
-        metrics(one_turn(advantage=float("inf"), logprobs=[-1.0]))
+@pytest.mark.parametrize("advantage", [float("inf"), "x", [1.0]])
+def test_an_advantage_that_is_no_finite_number_is_refused(advantage: object) -> None:
+    with pytest.raises(MetricError, match=re.escape(f"advantage of rollout 0 is {advantage!r}")):
+        metrics(one_turn(advantage=advantage, logprobs=[-1.0]))
 
 
 def test_float_noise_is_no_error() -> None:

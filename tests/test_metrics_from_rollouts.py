@@ -458,6 +458,17 @@ def test_a_regex_out_of_time_leaves_a_gap_and_not_a_number(monkeypatch: pytest.M
     assert not [name for name in report.values if name.startswith("format/")]
 
 
+def test_a_tokenizer_that_only_decodes_counts_no_tokens_of_text() -> None:
+    class Decodes:
+        def decode(self, ids: list[int]) -> str:
+            return " ".join(map(chr, ids))
+
+    rows = batch(rollout("two words", 0), rollout(output_ids=ids("abc"), group=1))
+    report = cd.rollout_report(rows, tokenizer=Decodes())
+    assert report.values["length_words/mean"] == 2.5
+    assert report.values["reward/n_unscored"] == 2.0
+
+
 def test_the_batch_is_not_changed() -> None:
     before = [(r.turns, r.reward, dict(r.rewards), r.success) for r in PLANTED]
     state = np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]

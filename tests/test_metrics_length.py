@@ -101,3 +101,9 @@ def test_unknown_turns_are_counted_and_left_out_of_the_share() -> None:
 def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(MetricError, match="max_output_tokens is 0"):
         truncated([None], np.array([1.0]), np.array([1]), max_output_tokens=0)
+
+
+@pytest.mark.parametrize("reason", [1, {"type": "length"}, b"stop"], ids=repr)
+def test_a_finish_reason_that_is_no_text_is_refused_by_its_turn(reason: object) -> None:
+    with pytest.raises(MetricError, match=r"the finish reason of turn 1 is .*; give text such as 'stop' or 'length'"):
+        truncated([None, reason], np.array([3.0, 3.0]), np.array([1, 1]))  # type: ignore[list-item]

@@ -155,10 +155,12 @@ def _covariances(batch: RolloutBatch, parts: list[tuple[int, FloatArray]], eta: 
     advantage: list[FloatArray] = []
     for row, part in parts:
         given = batch.rollouts[row].advantage
-        if given is None or math.isnan(given):
+        if given is None:
             continue
-        if math.isinf(given):
-            raise MetricError(f"the advantage of rollout {row} is {given}; pass None where it is unknown.")
+        if not isinstance(given, (int, float)) or math.isinf(given):
+            raise MetricError(f"the advantage of rollout {row} is {given!r:.80}; pass None where it is unknown.")
+        if math.isnan(given):
+            continue
         logp.append(part)
         advantage.append(np.full(part.size, float(given)))
     if not logp:

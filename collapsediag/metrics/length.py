@@ -5,6 +5,7 @@ Legend: N rollouts, T turns (a rollout has one or more), G groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,15 +75,23 @@ def truncated(
     """
     if max_output_tokens is not None and max_output_tokens < 1:
         raise MetricError(f"max_output_tokens is {max_output_tokens}; a sampler's limit is at least 1, or None.")
-    by_reason = np.array(
-        [np.nan if reason is None else float(reason.lower() in LENGTH_REASONS) for reason in finish_reason_T],
-        dtype=np.float64,
-    )
+    by_reason = np.array([_by_reason(reason, row) for row, reason in enumerate(finish_reason_T)], dtype=np.float64)
     if max_output_tokens is None:
         return by_reason
     full = (n_tokens_T >= max_output_tokens) & ~np.isin(last_token_T, np.asarray(eos_token_ids, dtype=np.int64))
     by_length = np.where(np.isnan(n_tokens_T), np.nan, full.astype(np.float64))
     return np.where(np.isnan(by_reason), by_length, by_reason)
+
+
+def _by_reason(reason: str | None, turn: int) -> float:
+    if reason is None:
+        return math.nan
+    if not isinstance(reason, str):
+        raise MetricError(
+            f"the finish reason of turn {turn} is {reason!r:.80} ({type(reason).__name__}); give text such as 'stop' "
+            "or 'length', or None where it is not known."
+        )
+    return float(reason.lower() in LENGTH_REASONS)
 
 
 def truncation_metrics(truncated_T: FloatArray) -> dict[str, float]:

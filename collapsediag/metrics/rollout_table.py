@@ -128,7 +128,8 @@ class RolloutTable:
         """("length", tokens) or ("length_words", words) of every turn, or None: the two are never mixed."""
         tokens = self.n_tokens_T.copy()
         missing = np.flatnonzero(np.isnan(tokens)).tolist()
-        if missing and self.tokenizer is not None:  # a turn without ids has its text
+        can_count = callable(self.tokenizer) or hasattr(self.tokenizer, "encode")
+        if missing and can_count:  # a turn without ids has its text
             tokens[missing] = _token_counts(self.tokenizer, [self.output_T[t] or "" for t in missing])
         if not np.isnan(tokens).any():
             return "length", tokens
