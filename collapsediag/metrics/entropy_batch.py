@@ -75,7 +75,7 @@ def _collect(
         for number, turn in enumerate(rollout.turns):
             if turn.entropies is None and turn.logprobs is None:
                 continue
-            where = f"rollout {row}{f' ({rollout.id})' if rollout.id else ''}, turn {number}"
+            where = f"rollout {row}{f' ({rollout.id})' if rollout.id is not None else ''}, turn {number}"
             mask = None if positions is None else positions(turn)
             if turn.entropies is not None:
                 kept = _kept(turn.entropies, mask, where, "entropies")
