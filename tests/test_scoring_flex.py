@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collapsediag.scoring import flex
+from collapsediag.scoring.access import ModelAccess
 from collapsediag.scoring.hf import HFScorer
+from collapsediag.scoring.masks import AttentionKinds, step_masks, tree_mask
+from collapsediag.scoring.memory import mask_bytes
 from collapsediag.scoring.short import pairs_of
 
 from .scoring_tiny import draw, loop, make_model, mixed_pairs
 from .test_scoring_arch import CASES, FLOAT64_TOLERANCE, AllInFloat64, Case, make_pairs, token_loop, worst
 from .test_scoring_arch import make_model as make_architecture
+from .test_scoring_nan import broken_and_truth
+from .test_scoring_nan import make_pairs as broken_pairs
 
 FloatArray = NDArray[np.float64]
 TOLERANCE = 1e-10
@@ -61,7 +69,9 @@ def by_definition(
     return out
 
 
-def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, **options: Any) -> Any:
+def attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None, **options: Any
+) -> Any:
     flex._ACTIVE.job = flex._Job()
     try:
         return flex.flex_attention_by_blocks(None, query, key, value, allowed, **options)[0]
@@ -106,16 +116,104 @@ def test_blocks_of_strangers_are_left_out() -> None:
         start = 128 * tree
         allowed[0, 0, start : start + 128, 256 + start : 384 + start] = torch.ones(128, 128).tril().bool()
     blocks = flex.block_mask(allowed, 2)
-    assert blocks.shape == (1, 1, 512, 1024)
-    dense = blocks.to_dense()[0, 0].int()
-    assert dense.tolist() == [[1, 1, *(int(k == q) for k in range(4)), 0, 0] for q in range(4)]
+    assert blocks.shape == (2, 1, 512, 1024)
+    for dense in blocks.to_dense()[:, 0].int():
+        assert dense.tolist() == [[1, 1, *(int(k == q) for k in range(4)), 0, 0] for q in range(4)]
 
 
-def test_rows_that_pad_the_batch_see_nothing() -> None:
-    allowed = random_mask(1, 100, 100)
-    assert flex.block_mask(allowed, 4).to_dense().shape[0] == 1  # all rows see the same
-    dense = flex.block_mask(allowed, 3).to_dense()
-    assert dense[:, 0, 0, 0].tolist() == [1, 1, 1, 0]
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sink", [False, True])
+def test_blocks_are_those_of_torch(rows: int, sink: bool) -> None:
+    """Partly and fully seen ones, in the order in which torch would list them; rows that pad the batch see nothing."""
+    batch, tokens, keys = 3, 200, 500
+    allowed = torch.rand(rows, 1, tokens, keys, generator=torch.Generator().manual_seed(0)) < 0.5
+    allowed[:, :, :128, 128:256] = True
+    allowed[-1, :, :, 300:] = False
+    whole = torch.zeros(4, 256, 512, dtype=torch.bool)
+    whole[:batch, :tokens, :keys] = allowed[:, 0]
+    whole[:batch, :tokens, -1] |= sink
+    truth = torch_flex.create_block_mask(lambda b, h, q, k: whole[b, q, k], 4, None, 256, 512, device="cpu")
+    found = flex.block_mask(allowed, batch, sink=sink)
+    assert found.shape == truth.shape
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(found, name), getattr(truth, name)), name
+    at = torch.meshgrid(torch.arange(batch), torch.arange(256), torch.arange(512), indexing="ij")
+    assert torch.equal(found.mask_mod(at[0], torch.tensor(0), *at[1:]), whole[:batch])
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(key)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, key, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def gone(self, key: int, size: int) -> None:
+        self.known.remove(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("way", ["masked", "flex"])
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"sliding_window": None}, True),
+        ({"sliding_window": None}, False),
+        ({"sliding_window": 50}, True),
+        ({"sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"]}, True),
+    ],
+)
+def test_masks_take_no_more_memory_than_their_formula_says(way: str, settings: dict[str, Any], rows: bool) -> None:
+    access = ModelAccess.of(make_model("ministral", dtype=torch.bfloat16, **settings))
+    batch, tokens, prefix_keys = 5, 130, 900
+    valid = torch.ones(batch, prefix_keys, dtype=torch.bool) if rows else None
+    position_BT = torch.arange(prefix_keys, prefix_keys + tokens).expand(batch, -1)
+    own_TT = tree_mask(np.full(tokens, tokens))
+    with LiveBytes() as live:
+        dtype = torch.bool if way == "flex" else torch.bfloat16
+        kinds = AttentionKinds.of(access)
+        masks = step_masks(kinds, own_TT, position_BT, valid, torch.arange(prefix_keys)[None], dtype)
+        if way == "flex":
+            each = list(masks.values()) if isinstance(masks, dict) else [masks]
+            blocks = [flex.block_mask(mask, batch) for mask in each]
+            assert len(blocks) == (2 if "layer_types" in settings else 1)
+    said = mask_bytes(access, way) * (batch if rows else 1) * tokens * (prefix_keys + tokens)
+    assert said / 2.5 < live.peak <= 1.05 * said  # small tensors beside them
+
+
+def test_layers_that_slice_or_copy_the_mask() -> None:
+    """A view has the blocks of its mask; of copies, which never come again, no more than a few are held."""
+    job, allowed = flex._Job(), random_mask(3, 50, 70)
+    blocks = job.blocks_of(allowed, 3, sink=False)
+    assert job.blocks_of(allowed[:, :, :, :70], 3, sink=False) is blocks
+    assert job.blocks_of(allowed[:, :, :, :69], 3, sink=False) is not blocks
+    assert job.blocks_of(allowed, 3, sink=True) is not blocks
+    copies = [weakref.ref(copy) for copy in (allowed.clone() for _ in range(20)) if job.blocks_of(copy, 3, sink=False)]
+    assert sum(copy() is not None for copy in copies) <= flex.MAX_MASKS
+    assert torch.equal(job.blocks_of(allowed, 3, sink=False).kv_num_blocks, blocks.kv_num_blocks)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("broken_context", [False, True])
+def test_only_the_guilty_trace_is_nan(broken_context: bool) -> None:
+    pairs = broken_pairs(broken_context=broken_context)
+    model, truth = broken_and_truth(make_model(), pairs)
+    scorer = HFScorer(model, token_budget=60, attention="flex")
+    np.testing.assert_allclose(scorer.score(pairs).logp_NP, truth, rtol=0, atol=1e-8)
+    assert scorer.info is not None
+    assert (scorer.info.path, scorer.info.attention) == ("prefix", "flex")
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -165,7 +263,7 @@ def lengths(context: int, trace: int, contexts: int = 3) -> Any:
 def test_compiled_kernels_equal_the_loop_and_serve_all_lengths_of_their_bucket(kind: str) -> None:
     """Windows, caps and sinks included. The first lengths compile, others of the same buckets do not."""
     sizes: dict[str, Any] = {
-        "llama": {},
+        "llama": {"hidden_size": 24, "num_attention_heads": 6},  # three to a key head
         "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 4},
         "gpt_oss": {"sliding_window": 12, "num_local_experts": 2, "num_experts_per_tok": 1},
     }[kind]
@@ -226,6 +324,47 @@ def test_a_kernel_that_cannot_be_had_leaves_the_masked_way(
     )
 
 
+def expect_masked(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, pairs = make_model(dtype=torch.float32), mixed_pairs()
+    scorer = HFScorer(model, attention="flex", check_every=0)
+    with caplog.at_level(logging.INFO, logger="collapsediag"):
+        found = scorer.score(pairs).logp_NP
+    np.testing.assert_allclose(found, loop(model, pairs.contexts, pairs.traces), rtol=0, atol=1e-4)
+    assert scorer.info is not None
+    assert (scorer.info.path, scorer.info.attention) == ("prefix", "masked")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"flex attention does not suit LlamaForCausalLM: {reason}."
+    ]
+
+
+def test_where_torch_compiles_nothing_no_scores_are_written_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There torch would run FlexAttention as it stands: slowly, with the scores of all tokens under all keys."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    flex._kernel.cache_clear()
+    try:
+        expect_masked("torch does not compile it (TORCHDYNAMO_DISABLE is set, or its FLOPs are being counted)", caplog)
+    finally:
+        flex._kernel.cache_clear()
+
+
+def test_a_torch_before_flex_attention_leaves_the_masked_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, patched = torch._dynamo.config, []
+
+    def patch(**changes: int) -> Any:
+        patched.append(changes)
+        return real.patch(recompile_limit=changes["cache_size_limit"])
+
+    monkeypatch.delattr(torch.compiler, "set_stance")
+    monkeypatch.setattr(torch._dynamo, "config", SimpleNamespace(cache_size_limit=8, patch=patch))
+    monkeypatch.setattr(torch, "__version__", "2.5.1")
+    expect_masked("FlexAttention needs torch 2.6 or later, and this is torch 2.5.1", caplog)
+    assert patched == [{"cache_size_limit": flex.MAX_KERNELS}]
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_a_wrong_kernel_is_found_by_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch_flex.flex_attention
@@ -244,10 +383,42 @@ def test_a_wrong_kernel_is_found_by_the_self_check(monkeypatch: pytest.MonkeyPat
     [
         ({"dropout": 0.1}, "mask or dropout"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
-        ({"alibi": torch.zeros(1)}, "alibi"),
+        ({"indices": torch.zeros(1)}, "indices"),  # of the keys that an indexer chose
     ],
 )
 def test_what_changes_scores_otherwise_is_refused(options: dict[str, Any], named: str) -> None:
     query, key, value = tensors(1, 2, 2, 4, 4, torch.float64)
     with pytest.raises(flex.UnsupportedModelError, match=named):
         attended(query, key, value, random_mask(1, 4, 4), **options)
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        None,
+        random_mask(1, 4, 5).float(),
+        random_mask(1, 4, 5).expand(2, 2, 4, 5),  # of each head
+        random_mask(1, 4, 6),  # of more keys than there are
+        random_mask(3, 4, 5),
+    ],
+)
+def test_other_masks_than_of_tokens_and_keys_are_refused(allowed: torch.Tensor | None) -> None:
+    query, key, value = tensors(2, 2, 2, 4, 5, torch.float64)
+    with pytest.raises(flex.UnsupportedModelError, match="mask or dropout"):
+        attended(query, key, value, allowed)
+
+
+def test_an_interrupt_leaves_torch_and_the_model_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(flex, "_kernel", interrupted)
+    model = make_model().train()
+    with torch._dynamo.config.patch(recompile_limit=5), torch.compiler.set_stance("eager_on_recompile"):
+        with pytest.raises(KeyboardInterrupt):
+            HFScorer(model, attention="flex").score(mixed_pairs())
+        assert torch._dynamo.config.recompile_limit == 5
+        assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert flex._ACTIVE.job is None

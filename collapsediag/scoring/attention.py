@@ -29,8 +29,8 @@ IntArray = NDArray[np.int64]
 CASCADE = "collapsediag_cascade"
 # Neighbouring trees are joined into blocks of at least this many tokens: a call costs as much as some masked keys.
 MIN_BLOCK = 32
-# What a model may hand its attention that the cascade would leave out.
-_NOT_IN_CASCADE = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask")
+# What a model may hand its attention, beside tensors, that the cascade would leave out.
+_NOT_IN_CASCADE = ("sliding_window", "softcap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +198,7 @@ def cascade_attention(
     Raises UnsupportedModelError for anything that plain attention does not have.
     """
     job = _ACTIVE.job
-    odd = [name for name in _NOT_IN_CASCADE if kwargs.get(name) is not None]
+    odd = [*tensors_beside_masks(kwargs), *(name for name in _NOT_IN_CASCADE if kwargs.get(name) is not None)]
     if job is None or odd or attention_mask is not None or dropout or query.shape[-1] != value.shape[-1]:
         raise UnsupportedModelError(f"its attention is not plain ({', '.join(odd) or 'mask, dropout or widths'})")
     job.calls += 1
@@ -219,6 +219,11 @@ def cascade_attention(
                 part = attend(query[one], keys[one, :, :length], values[one, :, :length], scale)
                 _merge_(out[one], lse[one], *part, last=last)
     return out, None
+
+
+def tensors_beside_masks(options: Mapping[str, Any]) -> list[str]:
+    """Names of tensors that a model hands its attention and that may change scores: biases, sinks, chosen keys."""
+    return [name for name, value in options.items() if isinstance(value, torch.Tensor) and name != "position_ids"]
 
 
 def _own_part(

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn.functional import pad
 
-from collapsediag.scoring.attention import MaskedAttention, Own, attention_implementation
+from collapsediag.scoring.attention import MaskedAttention, Own, attention_implementation, tensors_beside_masks
 from collapsediag.scoring.cache import Prefix
 from collapsediag.scoring.head import UnsupportedModelError
 from collapsediag.scoring.masks import step_masks
@@ -28,8 +28,8 @@ FLEX = "collapsediag_flex"
 BLOCK = 128
 # torch allows 8, and this many shapes may occur: by rows, tokens, keys and kinds of layers.
 MAX_KERNELS = 256
-# What a model may hand its attention that is no mask.
-_NOT_IN_FLEX = ("position_bias", "alibi", "head_mask", "sinks")
+# Masks of one forward pass whose blocks are kept: one for each kind of layer. More are copies, one for each layer.
+MAX_MASKS = 4
 
 
 class FlexAttention(MaskedAttention):
@@ -43,7 +43,9 @@ class FlexAttention(MaskedAttention):
         from transformers import AttentionInterface
 
         AttentionInterface.register(FLEX, flex_attention_by_blocks)
-        with torch._dynamo.config.patch(recompile_limit=MAX_KERNELS), attention_implementation(self.access, FLEX):
+        config = torch._dynamo.config
+        limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before torch 2.7
+        with config.patch(**{limit: MAX_KERNELS}), attention_implementation(self.access, FLEX):
             yield
 
     @contextmanager
@@ -51,6 +53,10 @@ class FlexAttention(MaskedAttention):
         self, prefix: Prefix, own: Own, position_BT: torch.Tensor
     ) -> Iterator[torch.Tensor | Mapping[str, torch.Tensor] | None]:
         """Masks of booleans, which the layers hand on: each finds the blocks of its kind by them."""
+        if not hasattr(torch.compiler, "set_stance"):
+            raise UnsupportedModelError(
+                f"FlexAttention needs torch 2.6 or later, and this is torch {torch.__version__}"
+            )
         job = _ACTIVE.job = _Job()
         valid, position = prefix.valid_BK, prefix.position_BK
         try:
@@ -72,14 +78,16 @@ def bucket(length: int, least: int = BLOCK) -> int:
 
 @dataclass(eq=False)
 class _Job:
-    """Of one forward pass. blocks: by mask (held, so that its id stays its own) and by whether there are sinks."""
+    """Of one forward pass. blocks: by the mask's place in memory (held, so that it stays its own), and its sinks."""
 
     calls: int = 0
-    blocks: dict[tuple[int, bool], tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    blocks: dict[tuple[Any, ...], tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
     def blocks_of(self, allowed: torch.Tensor, batch: int, *, sink: bool) -> Any:
-        key = id(allowed), sink
+        key = allowed.data_ptr(), allowed.shape, allowed.stride(), sink
         if key not in self.blocks:
+            if len(self.blocks) == MAX_MASKS:
+                del self.blocks[next(iter(self.blocks))]
             self.blocks[key] = allowed, block_mask(allowed, batch, sink=sink)
         return self.blocks[key][1]
 
@@ -96,15 +104,15 @@ def block_mask(allowed: torch.Tensor, batch: int, *, sink: bool = False) -> Any:
 
     sink: one more key, the last one of its bucket, which all see.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
-    tokens, keys = allowed.shape[-2:]
-    n_rows, n_tokens, n_keys = bucket(batch, least=1), bucket(tokens), bucket(keys + sink)
-    same = allowed.shape[0] == 1 and n_rows == batch
-    allowed_BTK = allowed[:, 0] if same else allowed[:, 0].expand(batch, -1, -1)
-    whole_BTK = pad(allowed_BTK, (0, n_keys - keys, 0, n_tokens - tokens, 0, 0 if same else n_rows - batch))
+    mask_rows, _, tokens, keys = allowed.shape
+    n_tokens, n_keys = bucket(tokens), bucket(keys + sink)
+    n_rows = bucket(batch, least=1)
+    more_rows = n_rows - batch if mask_rows == batch else 0
+    whole_BTK = pad(allowed[:, 0], (0, n_keys - keys, 0, n_tokens - tokens, 0, more_rows))
     if sink:
-        whole_BTK[:batch, :tokens, -1] = True
+        whole_BTK[:mask_rows, :tokens, -1] = True
     whole_TK = whole_BTK[0]
 
     def of_its_row(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -113,8 +121,19 @@ def block_mask(allowed: torch.Tensor, batch: int, *, sink: bool = False) -> Any:
     def of_all_rows(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return whole_TK[q, k]
 
-    seen, rows = (of_all_rows, None) if same else (of_its_row, n_rows)
-    return create_block_mask(seen, rows, None, n_tokens, n_keys, device=allowed.device, BLOCK_SIZE=BLOCK)
+    # Not by torch's create_block_mask, which writes out 16 to 20 bytes for each of the mask's.
+    cells = whole_BTK[:mask_rows].unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    some, full = cells.any(-1).any(2), cells.all(-1).all(2)
+    partly, fully = (
+        pad(blocks.expand(batch, -1, -1), (0, 0, 0, 0, 0, n_rows - batch))[:, None] for blocks in (some & ~full, full)
+    )
+    seen = of_all_rows if mask_rows == 1 else of_its_row
+    return BlockMask.from_kv_blocks(*_in_order(partly), *_in_order(fully), BLOCK_SIZE=BLOCK, mask_mod=seen)
+
+
+def _in_order(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(number, places: those first) of the blocks that are True in each row [..., blocks of keys]."""
+    return blocks.sum(-1, dtype=torch.int32), torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
 
 
 def flex_attention_by_blocks(
@@ -134,31 +153,32 @@ def flex_attention_by_blocks(
     softcap: scores s become softcap tanh(s / softcap). s_aux: [H] scores of a sink, a key whose value is zero. A window
     is in the mask. Raises UnsupportedModelError for anything else that changes scores.
     """
-    job = _ACTIVE.job
-    odd = [name for name in _NOT_IN_FLEX if kwargs.get(name) is not None]
-    boolean = attention_mask is not None and attention_mask.dtype == torch.bool
-    if job is None or odd or attention_mask is None or not boolean or dropout:
+    job, odd = _ACTIVE.job, tensors_beside_masks(kwargs)
+    batch, tokens, keys = query.shape[0], query.shape[-2], key.shape[-2]
+    if job is None or odd or dropout or not _is_step_mask(attention_mask, batch, tokens, keys):
         raise UnsupportedModelError(f"its attention takes more than a mask ({', '.join(odd) or 'mask or dropout'})")
     job.calls += 1
     if not query.dtype == key.dtype == value.dtype:  # under autocast
         query, key = query.to(value.dtype), key.to(value.dtype)
-    groups, rest = divmod(query.shape[1], key.shape[1])
-    if rest or groups & (groups - 1):  # kernels group query heads by powers of two
-        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    batch, tokens = query.shape[0], query.shape[-2]
     blocks = job.blocks_of(attention_mask, batch, sink=s_aux is not None)
     n_tokens, n_keys = blocks.shape[-2:]
     rows = (0, 0, 0, bucket(batch, least=1) - batch)
     with torch.compiler.set_stance("default"):  # the policy's own compiled parts run eagerly meanwhile
         out = _kernel()(
             pad(query, (0, 0, 0, n_tokens - tokens, *rows)),
-            *(pad(t, (0, 0, 0, n_keys - t.shape[-2], *rows)) for t in (key, value)),
+            *(pad(t, (0, 0, 0, n_keys - keys, *rows)) for t in (key, value)),
             score_mod=_scores(softcap, s_aux, n_keys - 1),
             block_mask=blocks,
             scale=scaling,
             enable_gqa=key.shape[1] != query.shape[1],
         )
     return out[:batch, :, :tokens].transpose(1, 2).contiguous(), None
+
+
+def _is_step_mask(mask: torch.Tensor | None, batch: int, tokens: int, keys: int) -> TypeGuard[torch.Tensor]:
+    """Booleans of every token and key, the same for all heads."""
+    shapes = (1, 1, tokens, keys), (batch, 1, tokens, keys)
+    return mask is not None and mask.dtype == torch.bool and mask.shape in shapes
 
 
 def _scores(softcap: float | None, sink_H: torch.Tensor | None, last: int) -> Callable[..., torch.Tensor] | None:
@@ -183,8 +203,12 @@ def _kernel() -> Callable[..., torch.Tensor]:
     """Compiled: without that, the scores of all tokens under all keys would be written out."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # A function of our own, because kernels are counted by function, and the policy's training may compile this one.
+    # A function of our own, because kernels are counted by function, and the policy's training may compile torch's.
     def attend(*args: Any, **options: Any) -> torch.Tensor:
+        if not torch.compiler.is_dynamo_compiling():  # it runs as it stands
+            raise UnsupportedModelError(
+                "torch does not compile it (TORCHDYNAMO_DISABLE is set, or its FLOPs are being counted)"
+            )
         return flex_attention(*args, **options)
 
     # Shapes are in buckets; without them torch would compile kernels of any length, which not all of its backends can.

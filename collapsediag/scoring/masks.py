@@ -74,7 +74,8 @@ def step_masks(
     if kinds.window is None:
         return _mask(allowed, dtype)
     key_position = torch.cat([prefix_position_BK.expand(batch, -1), position_BT], dim=1)
-    near = allowed & (position_BT[:, :, None] - key_position[:, None, :] < kinds.window)
+    # Compared, not subtracted: differences would take eight bytes for each of the mask's.
+    near = allowed & (key_position[:, None, :] > (position_BT - kinds.window)[:, :, None])
     if len(kinds.kinds) < 2:
         return _mask(near, dtype)
     return {kind: _mask(near if "sliding" in kind else allowed, dtype) for kind in kinds.kinds}
@@ -84,5 +85,5 @@ def _mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype is torch.bool:
         return allowed[:, None]
     # Additive, because eager attention adds it; the smallest finite number, because a row of -inf alone would be NaN.
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+    least = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=allowed.device)
+    return torch.where(allowed, torch.zeros_like(least), least)[:, None]

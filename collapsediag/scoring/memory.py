@@ -5,7 +5,11 @@ The formula, per forward pass of `tokens` tokens over `keys` keys (see docs/perf
     keys and values     2 * layers * kv_width * itemsize                      per context token held
     activations         (8 * hidden + 3 * intermediate) * itemsize            per token
     attention           (4 * heads * head_width * itemsize) * keys            per context row (prefix | new, repeated)
+    masks               (2 + kinds of layers * itemsize) * keys               per token
     logits              chunked to a fixed size, see `head`
+
+FlexAttention repeats no heads, and its masks are of one byte, but rows, tokens and keys are padded to powers of two:
+up to `PADDED` times as much of the masks, half of that of keys and values.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from collapsediag.scoring.access import ModelAccess
+from collapsediag.scoring.masks import AttentionKinds
 from collapsediag.scoring.shape import WorkModel
 
 MIN_TOKENS = 16
@@ -25,6 +30,7 @@ CPU_ACTIVATIONS = 1 << 20  # elements of one hidden-width activation that stay q
 CPU_CONTEXT_BYTES = 512 << 20
 CUDA_TOKENS = (512, 16384)
 CUDA_SHARE = 0.5  # of the free memory: the rest is fragmentation, workspaces, and what the formula leaves out
+PADDED = 8  # rows, tokens and keys, each up to twice as many
 # Fixed cost of a layer's kernel launches, in FLOPs that could have run meanwhile.
 CPU_LAUNCH = 6e6
 CUDA_LAUNCH = 3e10
@@ -156,6 +162,18 @@ class Shape:
         """Of one key of one context row in the layer that is running."""
         return 4 * self.heads * self.head_width * self.itemsize
 
+    @property
+    def padded_attention_bytes(self) -> int:
+        """The same where no head is repeated, but what was joined is copied once more, into padded rows and keys."""
+        return 2 * self.kv_width * (1 + PADDED // 2) * self.itemsize
+
+
+def mask_bytes(access: ModelAccess, attention: str) -> int:
+    """Of one (token, key) pair: who sees whom, and what each kind of layer is given."""
+    kinds = AttentionKinds.of(access)
+    masks = max(1, len(kinds.kinds)) if kinds.window else 1
+    return 2 + masks * (PADDED if attention == "flex" else access.dtype.itemsize)
+
 
 def work_model(
     access: ModelAccess, longest_context: int, token_budget: int | None, *, shrink: int = 1, attention: str = "masked"
@@ -170,9 +188,10 @@ def work_model(
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         usable = int(free * CUDA_SHARE)
-        per_token = shape.activation_bytes + 2 * (longest_context + CUDA_TOKENS[0])  # and its row of the mask
+        per_token = shape.activation_bytes + mask_bytes(access, attention) * (longest_context + CUDA_TOKENS[0])
         tokens = max(CUDA_TOKENS[0], min(CUDA_TOKENS[1], usable // 2 // per_token))
-        context_tokens = usable // 2 // (shape.context_bytes + shape.attention_bytes)
+        held = shape.padded_attention_bytes if attention == "flex" else shape.attention_bytes
+        context_tokens = usable // 2 // (shape.context_bytes + held)
         launch = CUDA_LAUNCH
     else:
         tokens = max(CPU_TOKENS[0], min(CPU_TOKENS[1], CPU_ACTIVATIONS // shape.hidden))
