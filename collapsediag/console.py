@@ -5,12 +5,15 @@ rich is imported where it is used, so that a training process that prints nothin
 
 from __future__ import annotations
 
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any
 
 from collapsediag.metrics.registry import find
 from collapsediag.plain_text import number, printable
 from collapsediag.record import Record
 from collapsediag.turn_cuts import DRAWS
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 BAR_CELLS = 20
 WIDTH_WITH_UNITS = 100
@@ -56,6 +59,20 @@ ROLLOUT_HEADLINES = (
 )
 
 
+def plain_console(**options: Any) -> Console:
+    """A console of rich's that raises BrokenPipeError once its reader has gone away (`| head`).
+
+    rich itself would then send this process' stdout to nowhere and end it: a training run is not its to end.
+    """
+    from rich.console import Console
+
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # what rich has caught
+
+    return PlainConsole(highlight=False, **options)
+
+
 def retrieval_bar(accuracy: float, chance: float, cells: int = BAR_CELLS) -> str:
     """A bar of `accuracy` with a mark where chance lies, so that "at chance" is seen and not computed.
 
@@ -82,9 +99,7 @@ class ConsoleSink:
     def __init__(
         self, stream: IO[str] | None = None, *, namespace: str = "first_turn", width: int | None = None
     ) -> None:
-        from rich.console import Console
-
-        self._console = Console(file=stream, stderr=stream is None, highlight=False, soft_wrap=True, width=width)
+        self._console = plain_console(file=stream, stderr=stream is None, soft_wrap=True, width=width)
         self._namespace = namespace
         self._lines = 0
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from collapsediag.cli import main
@@ -49,3 +55,43 @@ def test_a_wrong_option_is_told_in_one_line(
         main(arguments)
     assert stop.value.code == 2
     assert capsys.readouterr() == ("", said)
+
+
+def rollouts(folder: Path) -> Path:
+    """A step that is fine but for its size; nothing in it is critical."""
+    lines = [
+        {"group": f"{g}", "prompt": f"{g}?", "completion": f"{i}", "reward": float(i % 2)}
+        for g in range(4)
+        for i in range(4)
+    ]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder / "a.jsonl"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_goes_away_is_no_finding(tmp_path: Path, unbuffered: str) -> None:
+    file = rollouts(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "collapsediag", "preflight", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate(timeout=120)
+    assert (process.returncode, said) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "collapsediag", "preflight", str(rollouts(tmp_path))],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == b"error: what is printed cannot be written (No space left on device)\n"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,6 +113,16 @@ def test_a_worker_that_imports_the_script_of_its_run_is_not_stopped(tmp_path: Pa
         [sys.executable, script, tmp_path / "run", method], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "0 worked", done.stderr
+
+
+def test_a_fork_server_that_imports_the_script_of_its_run_is_not_stopped(tmp_path: Path) -> None:
+    with JsonlSink(tmp_path / "run")._store as store:
+        store.append(Record(step=0, values={}))
+    script = tmp_path / "train.py"
+    script.write_text(SINK_IN_THE_SCRIPT)
+    # What a fork server does before it starts any worker; before Python 3.14 it left this out.
+    code = "import sys; from multiprocessing.spawn import import_main_path; import_main_path(sys.argv.pop(1))"
+    subprocess.run([sys.executable, "-c", code, script, tmp_path / "run"], check=True)
 
 
 @pytest.mark.fault("a sink raises", "warned once; switched off after three failures in a row; the others go on")
@@ -291,6 +302,19 @@ def scored_record(**extra: float) -> Record:
         "n_contexts": 8.0,
     }
     return Record(step=180, values={prefix + k: v for k, v in values.items()} | {"reward/mean": 0.25} | extra)
+
+
+def test_a_terminal_that_went_away_ends_no_training(capfd: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    sink = ConsoleSink(stream)
+    with pytest.raises(BrokenPipeError):  # a failed sink, which the monitor says and survives
+        sink.write(scored_record())
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+    os.write(1, b"the training's own output")
+    assert capfd.readouterr().out == "the training's own output"
 
 
 def test_console_line_and_failure() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import io
 import itertools
@@ -14,13 +15,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from collapsediag import __version__
 from collapsediag.errors import CollapsediagError
 from collapsediag.plain_text import printable
 
 EXIT_FINE, EXIT_FINDING, EXIT_INPUT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
+# Of a stream that is open; where a file of ours cannot be written, the error names it.
+LOST_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 # Command -> one line of help. Each has a module of its name here (- as _) with add_arguments(parser) and
 # run(args) -> exit code.
@@ -105,14 +108,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     handler.setFormatter(_PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        for stream in _streams():
+            stream.flush()
+        return code
     except CollapsediagError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return EXIT_INPUT_ERROR
     except KeyboardInterrupt:
         print("interrupted; what was recorded so far is intact", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`); the interpreter must not complain about it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head`
+        _forget_output()
         return EXIT_FINE
+    except OSError as error:
+        if error.filename is not None or error.errno not in LOST_OUTPUT:
+            raise
+        _forget_output()
+        print(f"error: what is printed cannot be written ({error.strerror})", file=sys.stderr)
+        return EXIT_INPUT_ERROR
+
+
+def _streams() -> list[TextIO]:
+    return [stream for stream in (sys.stdout, sys.stderr) if stream is not None]  # None where it was closed
+
+
+def _forget_output() -> None:
+    """Send to nowhere what nobody takes, so that the interpreter does not complain about it at exit."""
+    for stream in _streams():
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

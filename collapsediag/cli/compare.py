@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from collapsediag.console import plain_console
 from collapsediag.errors import SettingsError
 from collapsediag.findings.across_runs import FEW_RUNS, Comparison, Correlation, compare_runs
 from collapsediag.plain_text import number, printable
@@ -56,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def print_comparison(comparison: Comparison, top: int) -> None:
     """The outcome of each run, the strongest correlations, and what to know before believing them."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = plain_console()
     is_doubtful = comparison.n_runs < FEW_RUNS
     if is_doubtful:
         _print_warning(console, comparison)

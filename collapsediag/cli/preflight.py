@@ -18,6 +18,7 @@ from collapsediag.cli.rollout_arguments import (
     finite,
     require_tokenizer,
 )
+from collapsediag.console import plain_console
 from collapsediag.errors import ReaderError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.plain_text import number, printable
@@ -49,8 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, check, print the verdicts."""
-    from rich.console import Console
-
     # Once without the model: a wrong file must not cost a minute.
     batch, tokenizer, matrix, unscored = _batch(args, None), None, None, None
     if args.model is not None:
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer=tokenizer,
         seed=args.seed,
     )
-    print_report(Console(highlight=False), report)
+    print_report(plain_console(), report)
     return 1 if report.reaches(args.fail_on) else 0
 
 

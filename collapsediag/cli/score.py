@@ -25,7 +25,7 @@ from collapsediag.cli.rollout_arguments import (
     require_tokenizer,
 )
 from collapsediag.cli.score_progress import ProgressScorer
-from collapsediag.console import summary_lines
+from collapsediag.console import plain_console, summary_lines
 from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.findings import judge
 from collapsediag.findings.words import verdict_lines
@@ -154,12 +154,11 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Score, record, and print the last step's table."""
-    from rich.console import Console
 
     from collapsediag.scoring.load import load_policy
 
     # Lines are not wrapped: a log is searched by line, and a terminal wraps by itself.
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = plain_console(stderr=True, soft_wrap=True)
     if args.budget is not None and args.definition == "ragen":
         raise SettingsError("--definition ragen needs every cell of the matrix; leave out --budget.")
     recorded = _recorded(args)
