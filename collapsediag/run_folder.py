@@ -244,7 +244,7 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path) / RUN_FILE
     try:
         content = json.loads(ending(file).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise _no_run_folder(path, RUN_FILE) from None
     except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{file}: cannot be read ({error}).") from error
@@ -261,6 +261,9 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _no_run_folder(path: str | os.PathLike[str], missing: str) -> RunFolderError:
     if not os.path.lexists(path):
         return RunFolderError(f"{path} is not a run folder: it does not exist.")
+    if not os.path.isdir(path):
+        cure = f" Its folder may be one: {Path(path).parent}." if Path(path).name in (METRICS_FILE, RUN_FILE) else ""
+        return RunFolderError(f"{path} is not a run folder: it is {_kind(Path(path))}.{cure}")
     inside = sorted(str(file.parent) for file in Path(path).glob(f"*/{METRICS_FILE}"))
     more = f", and {len(inside) - MAX_NAMED} more" if len(inside) > MAX_NAMED else ""
     cure = f" Run folders in it: {', '.join(inside[:MAX_NAMED])}{more}." if inside else ""
@@ -298,7 +301,7 @@ def iter_records(path: str | os.PathLike[str]) -> Iterator[Record]:
                     yield record_of(line)
                 except NO_RECORD:
                     torn += 1
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise _no_run_folder(path, METRICS_FILE) from None
     except OSError as error:
         raise RunFolderError(f"{file}: cannot be read ({error.strerror or error}).") from error

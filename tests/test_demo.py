@@ -203,6 +203,21 @@ def test_template_collapse_begins(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "already holds a run" in capsys.readouterr().err
 
 
+def test_what_the_command_cannot_do_is_told_before_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for arguments, why in (
+        (["--steps", "0"], "--steps 0: at least one"),
+        (["--seed", "-1"], "--seed -1: a whole number from 0"),
+        (["--seed", "9" * 20], "a whole number from 0 to 9223372036854775807"),
+        (["--out", str(tmp_path / "file")], "is a file, so"),
+    ):
+        assert main(["demo", *arguments]) == 2
+        told = capsys.readouterr()
+        assert (told.out, why in told.err) == ("", True), told.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_template_collapse(seed: int) -> None:

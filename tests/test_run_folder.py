@@ -285,6 +285,17 @@ def test_a_device_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
     assert writer_of(tmp_path) is None
 
 
+def test_a_file_is_not_a_run_folder(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run") as store:
+        store.append(Record(step=1, values={"a": 1.0}))
+    for read in (read_records, read_run):
+        with pytest.raises(RunFolderError, match=r"it is a file\. Its folder may be one: .*run\.$"):
+            read(tmp_path / "run" / "metrics.jsonl")
+        (tmp_path / "rollouts.jsonl").touch()
+        with pytest.raises(RunFolderError, match=r"rollouts.jsonl is not a run folder: it is a file\.$"):
+            read(tmp_path / "rollouts.jsonl")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a pipe")
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     """As /dev/null is; root could replace it by a file."""

@@ -10,7 +10,9 @@ import argparse
 from pathlib import Path
 
 from collapsediag.errors import SettingsError
-from collapsediag.run_folder import METRICS_FILE
+from collapsediag.run_folder import METRICS_FILE, check_writable
+
+MAX_SEED = 2**63 - 1  # of torch's generators
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, watch, and print what happened."""
+    if not 0 <= args.seed <= MAX_SEED:
+        raise SettingsError(f"--seed {args.seed}: a whole number from 0 to {MAX_SEED}.")
+    if args.steps is not None and args.steps < 1:
+        raise SettingsError(f"--steps {args.steps}: at least one step is trained.")
     out = Path(args.out or f"runs/demo-{args.scenario}")
+    check_writable(out)
     if (out / METRICS_FILE).exists():
         raise SettingsError(f"{out} already holds a run. Choose another folder with --out, or delete that one.")
     from collapsediag.cli.demo_show import show

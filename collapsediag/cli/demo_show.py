@@ -62,6 +62,7 @@ def show(*, out: Path, scenario: str, seed: int, steps: int | None) -> None:
         pairs=PairSettings(max_traces=128),
         sinks=[JsonlSink(out, provenance=provenance), ConsoleSink(sys.stdout, width=width)],
         seed=seed,
+        on_error="raise",
     )
     first = last = None
     with monitor, one_thread():

@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     for option, given, example in (("--out", args.out, OUT), ("--png", args.png, "figure.png")):
         if given is not None and os.path.isdir(given or os.curdir):
             raise SettingsError(
-                f"{given} is a folder; {option} is the file to write, for example {Path(given) / example}."
+                f"{given or 'an empty name'} is a folder; {option} is the file to write, for example "
+                f"{Path(given) / example}."
             )
     if args.png is not None:
         if Path(args.png).suffix.lower() != ".png":
