@@ -1,4 +1,4 @@
-"""Draws docs/pictures/: the page of four runs, as it is, in a headless Chromium.
+"""Draws docs/pictures/: the page of four runs, as it is, in a headless Chromium, and the figure of one of them.
 
     python docs/pictures.py runs/demo-healthy runs/demo-template-collapse
 
@@ -9,6 +9,7 @@ known exactly, scored and judged like any other. Needs pillow besides the test e
 from __future__ import annotations
 
 import dataclasses
+import io
 import sys
 import tempfile
 import time
@@ -22,6 +23,8 @@ from collapsediag.cli.report import build_page
 from collapsediag.metrics.from_matrix import matrix_metrics
 from collapsediag.metrics.from_rollouts import rollout_metrics
 from collapsediag.record import Provenance, Record, TraceSample
+from collapsediag.report import series_payload
+from collapsediag.report.picture import picture_png
 from collapsediag.run_folder import RunStore
 from collapsediag.testing import Planted, Regime, planted
 from tests.chromium import Chromium, chromium
@@ -72,16 +75,25 @@ def _traces(one: Planted) -> tuple[TraceSample, ...]:
 
 
 def draw(browser: Chromium, page: Path, out: Path, *, width: int, height: int | None = None, hidden: str = "") -> None:
-    """One picture, of few colours: a page is mostly paper. height: of the whole page where not given."""
+    """One picture of a page. height: of the whole page where not given."""
     browser.open(page.as_uri(), width=width)
     if hidden:
         browser.evaluate(f"document.querySelectorAll('{hidden}').forEach(e => {{ e.hidden = true; }})")
     browser.resize(width, height or int(browser.evaluate("document.body.scrollHeight")))
     time.sleep(1)  # the charts follow the width
     browser.screenshot(out, full=False)
-    Image.open(out).convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
-        out, optimize=True
-    )
+    save_small(Image.open(out), out)
+
+
+def save_small(image: Image.Image, out: Path) -> None:
+    """Few colours will do, rare ones among them: a page is mostly paper."""
+    few = image.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(out, optimize=True)
+
+
+def draw_figure(run: Path, out: Path) -> None:
+    """What `report --png` draws for paper, at the resolution of a screen."""
+    save_small(Image.open(io.BytesIO(picture_png(series_payload(run)))).reduce(2), out)
 
 
 def main() -> None:
@@ -106,6 +118,7 @@ def main() -> None:
             hidden = HIDDEN.replace("#behaviour", ".none") if "tool_calls" in charts else HIDDEN
             draw(browser, page, PICTURES / f"{name}.png", width=400, hidden=f"{hidden}, {rest}")
         draw(browser, folder / "template-collapse.html", PICTURES / "page.png", width=1280, height=1800)
+    draw_figure(template, PICTURES / "figure.png")
 
 
 if __name__ == "__main__":
