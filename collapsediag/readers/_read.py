@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ def _expand(path: Path, suffixes: Sequence[str]) -> list[Path]:
         return [path]
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
     files = [match for match in matches if match.is_file()]
+    if not matches:
+        with suppress(FileNotFoundError, NotADirectoryError, ValueError):
+            path.stat()  # says why a path is out of reach; from Python 3.14 on, is_dir and exists do not
     if not files:
         what = "a link that leads nowhere" if path.is_symlink() else "a pattern that folders match, and no file"
         raise ReaderError(f"{path} is {what}." if matches else f"{path} does not exist.")
