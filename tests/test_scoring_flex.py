@@ -384,6 +384,18 @@ def test_a_torch_before_flex_attention_leaves_the_masked_way(
     assert patched == [{"cache_size_limit": flex.MAX_KERNELS}]
 
 
+@pytest.mark.parametrize("way", ["auto", "masked", "plain"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_policy_that_trains_with_flex_attention(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, as everything of the policy runs meanwhile, it would write out all scores: torch warns of that."""
+    monkeypatch.setattr(torch_flex, "_WARNINGS_SHOWN", set())
+    model, pairs = make_model(kind, **({"query_pre_attn_scalar": 4} if kind == "gemma2" else {})), mixed_pairs()
+    truth = loop(model, pairs.contexts, pairs.traces)
+    model.config._attn_implementation = "flex_attention"
+    np.testing.assert_allclose(HFScorer(model, attention=way).score(pairs).logp_NP, truth, rtol=0, atol=1e-5)
+    assert model.config._attn_implementation == "flex_attention"
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_a_wrong_kernel_is_found_by_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch_flex.flex_attention

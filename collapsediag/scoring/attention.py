@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,13 +93,8 @@ class MaskedAttention:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Replaces kernels that take no explicit mask (flash, flex) by torch's own."""
-        current = {getattr(config, "_attn_implementation", None) for config in self.access.configs()}
-        if current <= {"eager", "sdpa", None}:
+        with torchs_own(self.access) if _named(self.access) - {"eager", "sdpa", None} else nullcontext():
             yield
-        else:
-            wanted = "sdpa" if getattr(self.access.inner, "_supports_sdpa", False) else "eager"
-            with attention_implementation(self.access, wanted):
-                yield
 
     @contextmanager
     def applied(
@@ -150,6 +145,20 @@ class CascadeAttention:
             _ACTIVE.job = None
         if job.calls == 0:
             raise UnsupportedModelError("it does not dispatch its attention through transformers' interface")
+
+
+def without_flex_attention(access: ModelAccess) -> AbstractContextManager[None]:
+    """Replaces transformers' FlexAttention by torch's own: uncompiled it would write out all scores, and warn of it."""
+    return torchs_own(access) if "flex_attention" in _named(access) else nullcontext()
+
+
+def torchs_own(access: ModelAccess) -> AbstractContextManager[None]:
+    """The model attends by what torch has, or by its own code where that does not suit it."""
+    return attention_implementation(access, "sdpa" if getattr(access.inner, "_supports_sdpa", False) else "eager")
+
+
+def _named(access: ModelAccess) -> set[str | None]:
+    return {getattr(config, "_attn_implementation", None) for config in access.configs()}
 
 
 @contextmanager

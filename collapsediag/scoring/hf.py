@@ -16,7 +16,7 @@ from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
 from collapsediag.scoring.access import ModelAccess, check_ids
-from collapsediag.scoring.attention import Attention, CascadeAttention, MaskedAttention
+from collapsediag.scoring.attention import Attention, CascadeAttention, MaskedAttention, without_flex_attention
 from collapsediag.scoring.checks import self_check
 from collapsediag.scoring.cost import CostEstimate, estimate, plan_tokens
 from collapsediag.scoring.flex import FlexAttention
@@ -245,7 +245,7 @@ class HFScorer:
         call, self._calls = self._calls, self._calls + 1
         check: float | None = None
         way: Attention | None = None
-        with one_at_a_time(), undisturbed(access.outer):
+        with one_at_a_time(), undisturbed(access.outer), without_flex_attention(access):
             reason = self._reason(access, unique)
             for way in self._ways(access) if reason is None else ():
                 results = Results(pairs, unique, **wanted)
