@@ -117,6 +117,18 @@ CASES = [
             **ALTERNATING,
         ),
     ),
+    Case(
+        "gemma4",  # whose config gives no head width for all layers
+        "gemma4_text",
+        dict(
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCABULARY,
+            num_kv_shared_layers=2,
+            global_head_dim=16,
+            **WINDOW,
+            **ALTERNATING,
+        ),
+    ),
     Case("phi", "phi"),
     Case("phi3 window", "phi3", WINDOW),
     Case(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from collapsediag.pairs import ScoringPairs
 from collapsediag.scoring import attention
 from collapsediag.scoring import cache as cache_module
+from collapsediag.scoring.access import ModelAccess
 from collapsediag.scoring.attention import Own, attend, attend_by_definition
 from collapsediag.scoring.hf import HFScorer
+from collapsediag.scoring.prefix import unsupported_reason
 from collapsediag.scoring.short import pairs_of
 
 FloatArray = NDArray[np.float64]
@@ -219,3 +223,19 @@ def test_blocks_cover_the_tree_mask() -> None:
     assert torch.equal(covered, own.mask())
     assert [(a, b, m is None) for a, b, m in own.blocks(torch.float64)] == [(0, 40, True), (40, 90, False)]
     assert attention.MIN_BLOCK <= 40
+
+
+def test_windows_that_differ_from_layer_to_layer_take_no_common_mask() -> None:
+    """transformers gives no value of the whole config then."""
+
+    class Config:
+        per_layer_config = (SimpleNamespace(sliding_window=4), SimpleNamespace(sliding_window=9), SimpleNamespace())
+        model_type = "mistral"
+
+        @property
+        def sliding_window(self) -> int:
+            raise RuntimeError("'sliding_window' is a per-layer attribute")
+
+    access = replace(ModelAccess.of(tiny("llama")), config=Config())
+    assert access.setting("sliding_window") == 9
+    assert unsupported_reason(access) == "its layers have windows of different sizes"

@@ -66,9 +66,17 @@ class ModelAccess:
         return cls(outer, inner, config, frozenset(inspect.signature(inner.forward).parameters))
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A value of the config, `default` where there is none."""
-        value = getattr(self.config, name, None)
+        """A value of the config, the largest where layers differ, `default` where there is none."""
+        value = max(self.layer_settings(name), default=None)
         return default if value is None else value
+
+    def layer_settings(self, name: str) -> list[Any]:
+        """The values of the config that are not None: one, or each layer's where the config says that they differ."""
+        try:
+            values = [getattr(self.config, name, None)]
+        except RuntimeError:  # transformers gives no value for all layers then
+            values = [getattr(layer, name, None) for layer in self.config.per_layer_config]
+        return [value for value in values if value is not None]
 
     @property
     def embeddings(self) -> nn.Module | None:

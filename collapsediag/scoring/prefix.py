@@ -42,6 +42,8 @@ def unsupported_reason(access: ModelAccess) -> str | None:
     kinds = set(access.setting("layer_types", ()))
     if not kinds <= KNOWN_KINDS:
         return f"it has layers of type {', '.join(sorted(kinds - KNOWN_KINDS))}"
+    if len(set(access.layer_settings("sliding_window"))) > 1:
+        return "its layers have windows of different sizes"
     if access.setting("alibi", False) or access.setting("model_type") in ("bloom", "mpt"):
         return "its attention biases (ALiBi) take no tree mask"
     if "local" in access.setting("attention_layers", ()):
