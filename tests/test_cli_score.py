@@ -282,6 +282,7 @@ def test_vocabularies_that_differ_and_weights_that_are_nan(
         (("--open-tag", "\ud800"), "half a character"),
         (("--max-contexts", "1"), "at least two prompts"),
         (("--budget", "0"), "at least 1 is needed"),
+        (("--ray-workers", "0"), "at least 1 is needed"),
         (("--budget", "1", "--definition", "ragen"), "--definition ragen needs every cell of the matrix"),
         (("--gguf-file", "y.gguf"), "holds no y.gguf"),
         (("--tokenizer", "/nowhere/x"), "no such folder or file"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from collapsediag import cli
 from collapsediag.cli import main
 
 
@@ -95,3 +96,14 @@ def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         )
     assert done.returncode == 2
     assert done.stderr == b"error: what is printed cannot be written (No space left on device)\n"
+
+
+def test_an_interruption_while_the_commands_are_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_parser", interrupted)
+    assert main(["report", "runs/a"]) == 130
+    assert capsys.readouterr().err == "interrupted; what was recorded so far is intact\n"

@@ -180,6 +180,19 @@ def test_the_command_prints_a_table_with_intervals_and_its_doubts(
     assert shown.index("would by chance") > shown.index("10 more rows")
 
 
+def test_no_name_is_cut_away_where_there_is_little_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    folders = written(tmp_path / ("long" * 20), 3)
+    assert main(["compare", *folders]) == 0
+    shown = capsys.readouterr().out
+    first_column = "".join(line.split()[0] for line in shown.splitlines() if line.strip())
+    assert all(folder in first_column for folder in folders)
+    assert all(c.metric in first_column for c in compare_runs(runs(3)).correlations)
+    assert "\u2026" not in shown
+
+
 def test_the_command_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = written(tmp_path, 9)
     assert main(["compare", *folders, "--outcome", "pass@1", "--json"]) == 0

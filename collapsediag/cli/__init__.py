@@ -103,11 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that lacks a character must not end a run.
             stream.reconfigure(errors="backslashreplace")
-    args = build_parser().parse_args(argv)
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     try:
+        args = build_parser().parse_args(argv)  # its imports take a second, in which a user may interrupt it
         code = int(args.run(args))
         for stream in _streams():
             stream.flush()

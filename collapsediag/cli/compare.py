@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TOP = 20
+# In fewer columns the table would cut names away; a terminal that is narrower wraps them.
+LEAST_WIDTH = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def print_comparison(comparison: Comparison, top: int) -> None:
     """The outcome of each run, the strongest correlations, and what to know before believing them."""
     console = plain_console()
+    console.width = max(console.width, LEAST_WIDTH)
     is_doubtful = comparison.n_runs < FEW_RUNS
     if is_doubtful:
         _print_warning(console, comparison)
@@ -93,8 +96,8 @@ def outcome_table(comparison: Comparison) -> Table:
 
     table = Table(title=Text(f"{printable(comparison.outcome)}, {comparison.n_runs} runs"), box=box.SIMPLE_HEAD)
     table.title_justify = "left"
-    table.add_column("run")
-    table.add_column("outcome", justify="right")
+    table.add_column("run", overflow="fold")
+    table.add_column("outcome", justify="right", no_wrap=True)
     for name, value in sorted(comparison.outcomes.items(), key=lambda item: -item[1]):
         table.add_row(Text(printable(name)), number(value))
     return table
@@ -110,7 +113,7 @@ def correlation_table(comparison: Comparison, rows: Sequence[Correlation]) -> Ta
     table = Table(title=Text(title), box=box.SIMPLE_HEAD)
     table.title_justify = "left"
     table.add_column("diagnostic", overflow="fold")
-    table.add_column("of each run")
+    table.add_column("of each run", no_wrap=True)
     for heading in ("rho", "95% interval", "runs"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:

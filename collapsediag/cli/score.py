@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cluster = parser.add_argument_group("many GPUs or machines")
     cluster.add_argument("--ray", action="store_true", help="score the steps in parallel on Ray, one model per worker")
-    cluster.add_argument("--ray-workers", type=int, metavar="N", help="default: one per GPU of the cluster")
+    cluster.add_argument("--ray-workers", type=_count, metavar="N", help="default: one per GPU of the cluster")
     cluster.add_argument("--ray-address", metavar="ADDRESS", help="a running cluster (default: this machine)")
     what = parser.add_argument_group("what is scored")
     what.add_argument(
