@@ -43,8 +43,8 @@ def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         type=_declared,
         metavar="FORM",
-        help="what outputs should look like: tags:think,answer is the default, tags:think lets any text follow the "
-        "reasoning, regex:PATTERN is of whole outputs",
+        help="what outputs should look like: tags:think,answer (the default), tags:think (any text may follow the "
+        "reasoning), or regex:PATTERN (of the whole output)",
     )
     group.add_argument("--no-check-groups", action="store_true", help="let the prompts of one group differ")
 

@@ -177,7 +177,7 @@ def _notes(table: RolloutTable, values: Values, declared: Any) -> tuple[str, ...
     if declared is None and values.get("format/no_think_fraction") == 1.0:
         notes.append(
             "no output has a <think> tag: format/ judges by the default <think>...</think><answer>...</answer>, which "
-            "may not be what this policy was asked for; declare its format"
+            "may not be what this policy was asked for; declare its format, --format (format=)"
         )
     if table.length_T is not None and table.length_T[0] == "length" and np.isnan(table.n_tokens_T).any():
         notes.append("length/ counts tokens of re-tokenised text: near, not equal, to what was sampled")
