@@ -69,7 +69,8 @@ def test_the_page_on_formats_shows_what_is_true(tmp_path: Path) -> None:
     known = page.split("## What is known")[1].split("## The schema")[0]
     assert {line.split("`")[1] for line in known.splitlines() if line.startswith("| `")} == set(SOURCES)
     room = Path(__file__).parents[1] / "collapsediag" / "readers"
-    said = "".join(path.read_text(encoding="utf-8") for path in room.glob("*.py")).replace("\n", " ")
+    sources = [*room.glob("*.py"), room.with_name("whole_files.py")]
+    said = "".join(path.read_text(encoding="utf-8") for path in sources).replace("\n", " ")
     said = re.sub(r'"\s+f?"', "", re.sub(r"\{[^{}]*\}", "#", said))
     table = page.split("## Errors and what to do")[1]
     messages = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
