@@ -322,6 +322,21 @@ def test_more_shapes_than_torch_compiles_by_itself_and_nothing_of_the_users(monk
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.usefixtures("traced")
+def test_what_fills_its_bucket_takes_no_kernel_of_its_own() -> None:
+    """Where nothing is padded, queries and keys come in the order in which the layer laid them."""
+    counted = []
+    for batch, tokens, keys in ((4, 127, 250), (4, 128, 250), (4, 128, 256), (3, 128, 256)):
+        query, key, value = (
+            torch.zeros(batch, length, heads, 8).transpose(1, 2)
+            for heads, length in ((4, tokens), (2, keys), (2, keys))
+        )
+        with torch._dynamo.config.patch(recompile_limit=flex.MAX_KERNELS):  # other tests have used up the usual one
+            attended(query, key, value, random_mask(batch, tokens, keys))
+        counted.append(counters["stats"]["unique_graphs"])
+    assert len(set(counted)) == 1
+
+
 def test_a_kernel_that_cannot_be_had_leaves_the_masked_way(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -161,18 +161,24 @@ def flex_attention_by_blocks(
     if not query.dtype == key.dtype == value.dtype:  # under autocast
         query, key = query.to(value.dtype), key.to(value.dtype)
     blocks = job.blocks_of(attention_mask, batch, sink=s_aux is not None)
-    n_tokens, n_keys = blocks.shape[-2:]
-    rows = (0, 0, 0, bucket(batch, least=1) - batch)
+    n_rows, _, n_tokens, n_keys = blocks.shape
     with torch.compiler.set_stance("default"):  # the policy's own compiled parts run eagerly meanwhile
         out = _kernel()(
-            pad(query, (0, 0, 0, n_tokens - tokens, *rows)),
-            *(pad(t, (0, 0, 0, n_keys - keys, *rows)) for t in (key, value)),
+            _padded(query, n_rows, n_tokens),
+            _padded(key, n_rows, n_keys),
+            _padded(value, n_rows, n_keys),
             score_mod=_scores(softcap, s_aux, n_keys - 1),
             block_mask=blocks,
             scale=scaling,
             enable_gqa=key.shape[1] != query.shape[1],
         )
     return out[:batch, :, :tokens].transpose(1, 2).contiguous(), None
+
+
+def _padded(tensor: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """[rows, H, length, D], in one order: what needs no padding keeps its own, for which torch compiles once more."""
+    more_rows, more = rows - tensor.shape[0], length - tensor.shape[2]
+    return pad(tensor, (0, 0, 0, more, 0, 0, 0, more_rows)).contiguous()
 
 
 def _is_step_mask(mask: torch.Tensor | None, batch: int, tokens: int, keys: int) -> TypeGuard[torch.Tensor]:
