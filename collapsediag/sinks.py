@@ -203,6 +203,8 @@ def _came_back(body: Callable[[], None], limit_s: float) -> bool:
     thread.join(limit_s)
     if raised:
         error = raised[0]
+        if isinstance(error, Exception):
+            raise error
         # What would end the process (SystemExit) ended the sink's thread; training is not its to end.
-        raise error if isinstance(error, Exception) else TrackerError(f"it raised {type(error).__name__}") from error
+        raise TrackerError(f"it raised {type(error).__name__}") from error
     return not thread.is_alive()

@@ -25,8 +25,8 @@ Generated from the registry (`python docs/generate.py`); the definitions are the
 or per trace as said. A share of groups, and every headline number, comes with `<name>/ci_low` and `<name>/ci_high`, a
 95% interval. Numbers from the matrix are logged as `collapse_<draw>_sample/<name>`, where the draw of turns is
 `first_turn`, `trajectory` or `turn`. Rollout metrics are repeated as `env/<environment>/<name>` where a step holds
-several environments (of more than 32 for the largest; a note of the record counts the rest). What cannot be measured is
-absent, and the record says why.
+several environments (of more than 32 for the largest; a note of the record counts the rest), with `%2F` for a `/` and
+`%25` for a `%` in the environment's name. What cannot be measured is absent, and the record says why.
 """
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import collapsediag as cd
 from collapsediag.errors import MetricError, SettingsError
+from collapsediag.metrics.from_rollouts import environment_name
 from collapsediag.metrics.registry import find, unknown_names
 
 DATA = Path(__file__).parent / "data" / "rollouts"
@@ -432,6 +433,11 @@ def test_names_of_environments_stay_apart_and_short() -> None:
     assert max(map(len, means)) < 130
     shown = {unquote(name.split("/")[1]): value for name, value in means.items()}
     assert [shown[name] for name in names[:3]] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(("length", "kept"), [(97, "%2F"), (98, ""), (99, ""), (100, "")])
+def test_the_name_of_an_environment_is_not_cut_inside_of_an_escape(length: int, kept: str) -> None:
+    assert re.fullmatch(f"x{{{length}}}{kept}~[0-9a-f]{{8}}", environment_name("x" * length + "/" + "y" * 20))
 
 
 def test_a_graded_success_label_is_refused_by_its_rollout() -> None:

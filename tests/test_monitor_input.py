@@ -259,6 +259,19 @@ def test_one_impossible_number_costs_only_what_depends_on_it(
         monitor(on_error="raise")[0].observe(0, changed(change))
 
 
+def test_the_rollout_of_an_impossible_number_is_counted_in_the_whole_batch(caplog: pytest.LogCaptureFixture) -> None:
+    rollouts = [
+        cd.Rollout(
+            turns=(cd.Turn(output_ids=[1], logprobs=[-1.0 if row < 3 else np.nan]),), group=row // 2, environment=name
+        )
+        for row, name in enumerate("xxyy")
+    ]
+    record = cd.Monitor().observe(0, cd.RolloutBatch(step=0, rollouts=rollouts))
+    assert record.not_measured["entropy"].startswith("rollout 3, turn 0: ")
+    assert "env/x/entropy/sampled_mean" in record.values
+    assert [message[:52] for message in caplog.messages] == ["step 0: entropy is not measured: rollout 3, turn 0: "]
+
+
 class BrokenTokenizer:
     def decode(self, ids: list[int]) -> str:
         raise OverflowError("id out of range")

@@ -6,6 +6,7 @@ The arithmetic is in the families; here a batch is turned into their columns onc
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from collapsediag.statistics import DEFAULT_RESAMPLES
 MAX_ENVIRONMENTS = 32
 # Characters of an environment's name. Some trackers take 250 for a metric's whole name.
 MAX_NAME = 100
+_CUT_ESCAPE = re.compile(r"%.?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ def environment_name(environment: str) -> str:
     if len(name) <= MAX_NAME:
         return name
     digest = hashlib.blake2b(environment.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
-    return f"{name[:MAX_NAME].rstrip('%')}~{digest}"
+    return f"{_CUT_ESCAPE.sub('', name[:MAX_NAME])}~{digest}"
 
 
 def _environments(batch: RolloutBatch) -> tuple[dict[str, IntArray], tuple[str, ...]]:

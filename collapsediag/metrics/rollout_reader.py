@@ -80,7 +80,7 @@ class RolloutReader:
                     raise
                 # One impossible number must not cost the others.
                 more, why = {}, {name: str(error)}
-                self.refused |= why
+                self.refused = why | self.refused  # the whole batch is read first, and counts its rows as the user does
             values |= more
             reasons |= why
         return values, reasons
