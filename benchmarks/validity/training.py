@@ -6,7 +6,6 @@ Legend: S scored steps, E evaluation prompts with one output each, T output toke
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,6 @@ def _warmed_up(seed: int, steps: int, out: Path) -> Any:
         return policy
     warm_up(policy, steps=steps, seed=seed)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")  # not `replacing`: two workers may make the same start at once
-    torch.save(policy.state_dict(), part)
-    part.replace(file)
+    with replacing(file) as part:  # two workers may make the same start at once
+        torch.save(policy.state_dict(), part)
     return policy
