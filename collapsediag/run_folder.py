@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from collapsediag.arrays import whole_number
 from collapsediag.errors import RunFolderError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.record import SCHEMA_VERSION, Provenance, Record, is_trace_line
@@ -75,8 +76,8 @@ class RunStore:
     keep: of how many scored steps matrices and traces stay: the first, the last, and others spread evenly between;
         the numbers of all steps stay. None: of all.
 
-    Constructing touches nothing on disk; the first `append` does. Raises RunFolderError where the folder cannot be
-    written, or holds another run.
+    Constructing touches nothing on disk; the first `append` does. Raises RunFolderError where the folder has no name,
+    cannot be written, or holds another run, and SettingsError for another `keep` or `provenance`.
     """
 
     def __init__(
@@ -87,9 +88,16 @@ class RunStore:
         resume: bool = False,
         keep: int | None = None,
     ) -> None:
-        if keep is not None and keep < 2:
-            raise SettingsError(f"keep={keep}: the first and the last scored step always stay, so it is 2 or more.")
-        self.path = Path(path)
+        if not (provenance is None or isinstance(provenance, Provenance)):
+            raise SettingsError(
+                f"provenance is of type {type(provenance).__name__}; make it: Provenance.collect(model=..., dtype=...)."
+            )
+        if keep is not None and (whole_number(keep) or 0) < 2:
+            raise SettingsError(
+                f"keep={keep!r:.80}: a whole number of scored steps is needed, 2 or more, for the first and the last "
+                "always stay; None keeps all."
+            )
+        self.path = _named(path)
         self._keep = keep
         self._provenance = provenance
         self._resume = resume
@@ -169,7 +177,7 @@ class RunStore:
             clear_leftovers(folder)
         if not (self.path / RUN_FILE).exists():
             provenance = self._provenance or Provenance.collect()
-            content = json.dumps(provenance.to_json(), indent=2, default=str).encode()
+            content = json.dumps(provenance.to_json(), indent=2).encode()
             _replace(self.path / RUN_FILE, content + b"\n")
         _replace(self.path / WRITER_FILE, writer_json(Writer.here()))
         # Unbuffered: what could not be written must not come out with a later record.
@@ -186,9 +194,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
     For those who have an hour of work to do before the first record is there to be written.
     """
-    folder = Path(path)
-    if not str(path).strip():
-        raise RunFolderError("the run folder has no name; give one, for example runs/a.")
+    folder = _named(path)
     try:
         metrics = folder / METRICS_FILE
         there = next(p for p in (metrics, folder, *folder.absolute().parents) if os.path.lexists(p))
@@ -209,6 +215,12 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RunFolderError(f"{folder} cannot be a run folder ({reason}). Choose another.") from error
+
+
+def _named(path: str | os.PathLike[str]) -> Path:
+    if not str(path).strip():
+        raise RunFolderError("the run folder has no name; give one, for example runs/a.")
+    return Path(path)
 
 
 def _kind(path: Path) -> str:

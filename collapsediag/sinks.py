@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from collapsediag.arrays import whole_number
-from collapsediag.errors import RunFolderError, SettingsError, TrackerError
+from collapsediag.errors import SettingsError, TrackerError
 from collapsediag.main_process import MainProcess, is_main_process, is_worker
 from collapsediag.plain_text import error_text, printable
 from collapsediag.record import Provenance, Record
@@ -66,14 +65,6 @@ class JsonlSink:
         provenance: Provenance | None = None,
         keep: int | None = None,
     ) -> None:
-        if not str(path).strip():
-            raise RunFolderError("the run folder has no name; give one, for example runs/a.")
-        if not (provenance is None or isinstance(provenance, Provenance)):
-            raise SettingsError(
-                f"provenance is of type {type(provenance).__name__}; make it: Provenance.collect(model=..., dtype=...)."
-            )
-        if keep is not None and whole_number(keep) is None:
-            raise SettingsError(f"keep={keep!r:.80}: a whole number of scored steps is needed, or None for all.")
         self._store = RunStore(path, provenance=provenance, resume=resume, keep=keep)
         # A worker that imports its parent's script makes this sink again, while the parent's run is in the folder.
         if is_main_process() and not is_worker():
