@@ -254,7 +254,7 @@ class Coroutine(Recorder):
         (lambda: JsonlSink(""), RunFolderError, "the run folder has no name; give one"),
         (lambda: JsonlSink("run", keep="3"), SettingsError, "keep='3': a whole number of scored steps"),  # type: ignore[arg-type]
         (lambda: JsonlSink("run", keep=2.5), SettingsError, "keep=2.5"),  # type: ignore[arg-type]
-        (lambda: JsonlSink("run", keep=0), SettingsError, "keep=0: a whole number of scored steps is needed, 2 or more"),
+        (lambda: JsonlSink("run", keep=0), SettingsError, "keep=0: a whole number of scored steps is needed, 2"),
         (lambda: JsonlSink("run", provenance={"model": "m"}), SettingsError, "provenance is of type dict; make it"),  # type: ignore[arg-type]
         (lambda: FanOut([io.StringIO()]), TypeError, "StringIO is not a sink"),  # type: ignore[list-item]
         (lambda: FanOut([Coroutine()]), SettingsError, r"Coroutine\.write is a coroutine function"),
