@@ -39,9 +39,16 @@ def settled_step(given: Any, batch: Any, last_step: int | None) -> tuple[int, st
     if number is None or (last_step is not None and number <= last_step):
         number, origin = 0 if last_step is None else min(last_step + 1, MAX_STEP), "the next one"
     return number, (
-        f"the step given was {reprlib.repr(given)} ({type(given).__name__}), which is no whole number up to 2**53; it "
+        f"the step given was {_shown(given)} ({type(given).__name__}), which is no whole number up to 2**53; it "
         f"is recorded as step {number}, {origin}. Give the trainer's step number: monitor.observe(step, batch)"
     )
+
+
+def _shown(given: Any) -> str:
+    try:
+        return reprlib.repr(given)
+    except ValueError:  # an integer of thousands of digits
+        return "a number"
 
 
 @dataclass

@@ -123,6 +123,7 @@ class Unreadable:
         (4.5, "4.5 (float)"),
         (float("nan"), "nan (float)"),
         (2**60, "1152921504606846976 (int)"),
+        (10**5000, " (int)"),
         ([3], "[3] (list)"),
         (np.arange(2), "array([0, 1]) (ndarray)"),
         (Unreadable(), " (Unreadable)"),
