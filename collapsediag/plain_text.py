@@ -24,6 +24,15 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:.0f}" if 1000 <= abs(value) < LONG_NUMBER else f"{value:.{digits}g}"
 
 
+def counted(n: float, noun: str) -> str:
+    """A number of things in words.
+
+    >>> counted(1, "row"), counted(3, "more row")
+    ('1 row', '3 more rows')
+    """
+    return f"{n:.0f} {noun}{'' if n == 1 else 's'}"
+
+
 def error_text(error: BaseException) -> str:
     """What an error says, also where its author did not test its text.
 

@@ -280,7 +280,7 @@ def test_a_reward_that_overflowed_is_told_and_decides_nothing() -> None:
     report = report_of(change(rollouts, lambda i, r: replace(r, reward=float("inf")) if i == 5 else r))  # a failed one
     rewards = named(report, "rewards")
     assert (rewards.status, rewards.value) == ("info", report.values["reward/mean"])
-    assert rewards.reading.endswith("1 rollouts without a reward are left out.")
+    assert rewards.reading.endswith("; left out, without a reward: 1 rollout.")
     assert any(note.startswith("left out as unscored: reward inf of rollout 5 (group") for note in report.notes)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from collapsediag.console import plain_console
 from collapsediag.errors import SettingsError
 from collapsediag.findings.across_runs import FEW_RUNS, Comparison, Correlation, compare_runs
-from collapsediag.plain_text import number, printable
+from collapsediag.plain_text import counted, number, printable
 from collapsediag.run_folder import read_records
 
 if TYPE_CHECKING:
@@ -70,17 +70,15 @@ def print_comparison(comparison: Comparison, top: int) -> None:
         console.print(correlation_table(comparison, rows))
     hidden = len(comparison.correlations) - len(rows)
     if hidden:
-        console.print(f"{_rows(hidden, 'more ')}: --top 0 shows all.", markup=False)
+        console.print(f"{counted(hidden, 'more row')}: --top 0 shows all.", markup=False)
     for run in comparison.runs_left_out:
         console.print(f"left out {printable(run)}: it does not hold {printable(comparison.outcome)}", markup=False)
     if comparison.left_out:
-        console.print(f"{_rows(len(comparison.left_out))} left out: constant, or in fewer than 3 runs.", markup=False)
+        console.print(
+            f"{counted(len(comparison.left_out), 'row')} left out: constant, or in fewer than 3 runs.", markup=False
+        )
     if not is_doubtful:
         _print_warning(console, comparison)
-
-
-def _rows(n: int, more: str = "") -> str:
-    return f"{n} {more}row{'' if n == 1 else 's'}"
 
 
 def _print_warning(console: Console, comparison: Comparison) -> None:

@@ -21,7 +21,7 @@ from collapsediag.cli.rollout_arguments import (
 from collapsediag.console import plain_console
 from collapsediag.errors import ReaderError
 from collapsediag.matrix import LogLikelihoodMatrix
-from collapsediag.plain_text import number, printable
+from collapsediag.plain_text import counted, number, printable
 from collapsediag.preflight import PreflightReport, preflight
 from collapsediag.rollouts import RolloutBatch
 
@@ -101,9 +101,7 @@ def print_report(console: Console, report: PreflightReport) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    rollouts = "1 rollout" if report.n_rollouts == 1 else f"{report.n_rollouts} rollouts"
-    groups = "1 group" if report.n_groups == 1 else f"{report.n_groups} groups"
-    console.print(f"step {report.step}: {rollouts} in {groups}")
+    console.print(f"step {report.step}: {counted(report.n_rollouts, 'rollout')} in {counted(report.n_groups, 'group')}")
     console.print(Text(printable(report.headline), style="bold"))
     for note in report.notes:
         console.print(Text(f"note: {printable(note)}", style="dim"))

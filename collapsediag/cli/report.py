@@ -18,7 +18,7 @@ from typing import Any
 
 from collapsediag.errors import MetricError, RunFolderError, SettingsError
 from collapsediag.findings.across_runs import compare_runs
-from collapsediag.plain_text import printable
+from collapsediag.plain_text import counted, printable
 from collapsediag.record import Record
 from collapsediag.report import page_html, scored_payload, series_payload
 from collapsediag.run_folder import read_records
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.png is None or args.out is not None:
         out, page = Path(args.out or OUT), build_page(runs)
         write_file(out, page.encode("utf-8"))
-        print(f"{printable(str(out))}: {len(page) / 1e6:.1f} MB, {len(runs)} {'run' if len(runs) == 1 else 'runs'}")
+        print(f"{printable(str(out))}: {len(page) / 1e6:.1f} MB, {counted(len(runs), 'run')}")
     return 0
 
 

@@ -154,7 +154,6 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Score, record, and print the last step's table."""
-
     from collapsediag.scoring.load import load_policy
 
     # Lines are not wrapped: a log is searched by line, and a terminal wraps by itself.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from collapsediag.errors import MetricError
 from collapsediag.metrics.from_matrix import matrix_metrics
+from collapsediag.plain_text import counted
 from collapsediag.preflight.types import SHOWN, Check, Facts, Status, percent
 from collapsediag.rollouts import Turn
 
@@ -24,13 +25,12 @@ MI_SATURATED = 0.9
 
 
 def _one_prompt(n_rollouts: int) -> Check:
-    rollouts = "1 rollout" if n_rollouts == 1 else f"{n_rollouts} rollouts"
     return Check(
         name="group size",
         status="warning",
         value=float(n_rollouts),
-        reading=f"the step has one prompt, with {rollouts}: no trace can be scored under another prompt, so neither "
-        "retrieval nor mutual information can be measured.",
+        reading=f"the step has one prompt, with {counted(n_rollouts, 'rollout')}: no trace can be scored under another "
+        "prompt, so neither retrieval nor mutual information can be measured.",
         action=f"Put at least 2 prompts in a step, better {FEW_PROMPTS}. If the file numbers its prompts as steps, "
         "name the key of the training step: --map step=KEY (key_map).",
     )

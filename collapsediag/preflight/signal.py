@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from collapsediag.metrics.reward_input import is_scored
+from collapsediag.plain_text import counted
 from collapsediag.preflight.types import Check, Facts, percent, rows_of
 
 VALID_OK, VALID_WARNING = 0.95, 0.5
@@ -100,7 +101,7 @@ def reward_sanity(facts: Facts) -> Check:
             action="Find out why the reward function gave none: trainers often count that as 0.",
             rows=rows_of(facts, lambda row: _unscored(facts, row)),
         )
-    left_out = f"; {unscored:.0f} rollouts without a reward are left out" if unscored else ""
+    left_out = f"; left out, without a reward: {counted(unscored, 'rollout')}" if unscored else ""
     return Check(
         name=name,
         status="info" if unscored else "ok",
