@@ -260,6 +260,35 @@ def test_one_impossible_number_costs_only_what_depends_on_it(
         monitor(on_error="raise")[0].observe(0, changed(change))
 
 
+@pytest.mark.fault(
+    "a format or answer callable raises",
+    "what it judges is not measured, with its error and the text; all else is, one warning",
+)
+@pytest.mark.faults
+@pytest.mark.parametrize(("option", "family"), [("format", "format"), ("answer", "diversity")])
+def test_a_callable_that_raises_costs_only_what_it_judges(
+    option: str, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def judge(text: str) -> bool:
+        raise ZeroDivisionError("by nothing")
+
+    texts = [f"{i}" for i in range(len(PLANTED.batch))]
+    turns = [dataclasses.replace(r.turns[0], output=text) for r, text in zip(PLANTED.batch, texts, strict=True)]
+    rows = [dataclasses.replace(r, turns=(turn,)) for r, turn in zip(PLANTED.batch, turns, strict=True)]
+    wrong = dataclasses.replace(PLANTED.batch, rollouts=tuple(rows))
+    m, _ = monitor(rollout_options={option: judge})
+    records = [m.observe(step, wrong) for step in range(4)]
+    assert [(r.status, bool(r.matrices)) for r in records] == [("ok", True)] * 4
+    told = f"the {option} callable raised ZeroDivisionError: by nothing on '0'"
+    assert records[3].not_measured[family] == told
+    assert "reward/mean" in records[3].values
+    assert [m for m in caplog.messages if "is not measured" in m] == [
+        f"step 0: {family} is not measured: {told} Said once, every record says it."
+    ]
+    with pytest.raises(MetricError, match=told):
+        monitor(rollout_options={option: judge}, on_error="raise")[0].observe(0, wrong)
+
+
 def test_the_rollout_of_an_impossible_number_is_counted_in_the_whole_batch(caplog: pytest.LogCaptureFixture) -> None:
     rollouts = [
         cd.Rollout(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from collapsediag.errors import MetricError, SettingsError
+from collapsediag.plain_text import error_text
 
 Extractor = Literal["auto", "boxed", "tag", "number"] | Callable[[str], "str | None"]
 
@@ -75,13 +76,18 @@ def final_answer(text: str, how: Extractor = "auto") -> str | None:
     how: "auto" takes the last `<answer>` (and a box inside it), else the last `\boxed{}`, else the last number, behind
         the reasoning: a number in a thought, or in reasoning that was cut off, is no answer. "boxed", "tag" and
         "number" look for that one only, anywhere; a callable is called with the text.
-    Raises SettingsError for another name, MetricError where a callable returns no text.
+    Raises SettingsError for another name, MetricError where a callable raises or returns no text.
 
     >>> final_answer(r"<think>2, 3</think><answer>\boxed{5}</answer>"), final_answer("It is 7.")
     ('5', '7')
     """
     if callable(how):
-        found = how(text)
+        try:
+            found = how(text)
+        except Exception as error:
+            raise MetricError(
+                f"the answer callable raised {type(error).__name__}: {error_text(error)} on {text!r:.80}"
+            ) from error
         if found is not None and not isinstance(found, str):
             raise MetricError(f"the answer callable returned {found!r:.80}; expected text, or None for no answer.")
         return found

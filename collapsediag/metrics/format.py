@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from collapsediag.errors import MetricError, SettingsError
 from collapsediag.metrics.registry import MetricInfo, register
+from collapsediag.plain_text import error_text
 from collapsediag.spans import SpanStatus, find_reasoning
 from collapsediag.token_tags import ReasoningTags
 
@@ -175,7 +176,7 @@ class CallableFormat:
             verdict = self.judge(output)
         except Exception as error:
             raise MetricError(
-                f"the format callable raised {type(error).__name__}: {error} on {output!r:.80}"
+                f"the format callable raised {type(error).__name__}: {error_text(error)} on {output!r:.80}"
             ) from error
         if isinstance(verdict, str) and _NAME.fullmatch(verdict):
             return verdict

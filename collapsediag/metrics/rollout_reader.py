@@ -98,6 +98,11 @@ class RolloutReader:
             verdicts = self.form.failures(outputs, [self.table.context_T[t] for t in known])
         except RegexBudgetError as error:
             return {}, str(error)
+        except MetricError as error:  # of a callable
+            if self.is_strict:
+                raise
+            self.refused["format"] = str(error)
+            return {}, str(error)
         return dict(zip(known, verdicts, strict=True)), _NO_TEXT
 
     def _format(self, rows: IntArray, group_N: IntArray) -> tuple[Values, Reasons]:
