@@ -25,8 +25,8 @@ def is_worker() -> bool:
     False
     """
     # A fork server, the default on Linux from Python 3.14 on, is a MainProcess too, but renames the script it imports.
-    script = getattr(sys.modules.get("__mp_main__"), "__name__", "__main__")
-    return script != "__main__" or multiprocessing.current_process().name != "MainProcess"
+    script = getattr(sys.modules.get("__mp_main__"), "__name__", None)
+    return script == "__mp_main__" or multiprocessing.current_process().name != "MainProcess"
 
 
 class MainProcess:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import collapsediag as cd
 from collapsediag.console import ConsoleSink, retrieval_bar, summary_lines
 from collapsediag.errors import RunFolderError, SettingsError
+from collapsediag.main_process import is_worker
 from collapsediag.plain_text import printable
 from collapsediag.record import Record
 from collapsediag.run_folder import read_records, read_run
@@ -123,6 +125,11 @@ def test_a_fork_server_that_imports_the_script_of_its_run_is_not_stopped(tmp_pat
     # What a fork server does before it starts any worker; before Python 3.14 it left this out.
     code = "import sys; from multiprocessing.spawn import import_main_path; import_main_path(sys.argv.pop(1))"
     subprocess.run([sys.executable, "-c", code, script, tmp_path / "run"], check=True)
+
+
+def test_a_debugger_that_renames_itself_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__mp_main__", types.ModuleType("pydevd"))  # which runs the user's as __main__
+    assert not is_worker()
 
 
 @pytest.mark.fault("a sink raises", "warned once; switched off after three failures in a row; the others go on")
