@@ -31,27 +31,13 @@ from collapsediag.sinks import FanOut
 from collapsediag.testing import planted
 
 from .conftest import import_or_skip
+from .keep import Keep
 
 pytestmark = pytest.mark.faults
 
 PLANTED = planted("healthy", n_contexts=4, group_size=3, length=3)
 BATCH = PLANTED.batch
 KEY = "collapse_first_turn_sample/"
-
-
-class Keep:
-    def __init__(self) -> None:
-        self.records: list[cd.Record] = []
-
-    def write(self, record: cd.Record) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        pass
-
-    @property
-    def steps(self) -> list[int]:
-        return [record.step for record in self.records]
 
 
 def monitor(*sinks: Any, scorer: Any = None, **options: Any) -> cd.Monitor:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from .conftest import import_or_skip
+from .keep import Keep
 
 torch = import_or_skip("torch")
 transformers = import_or_skip("transformers")
@@ -19,22 +20,10 @@ import_or_skip("accelerate")
 
 from collapsediag.errors import MissingExtraError, SettingsError  # noqa: E402
 from collapsediag.integrations.trainer_callback import RolloutCallback, lightning_callback  # noqa: E402
-from collapsediag.record import Record  # noqa: E402
 from collapsediag.rollouts import RolloutBatch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KEY = "collapse_first_turn_sample/"
-
-
-class Keep:
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, record: Record) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        pass
 
 
 def tiny_model() -> Any:

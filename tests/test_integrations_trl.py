@@ -18,10 +18,10 @@ import_or_skip("datasets")
 
 from collapsediag.errors import SettingsError  # noqa: E402
 from collapsediag.integrations.trl_callback import CollapseCallback  # noqa: E402
-from collapsediag.record import Record  # noqa: E402
 from collapsediag.training.log_window import is_charted  # noqa: E402
 
 from . import trl_tiny as tiny  # noqa: E402
+from .keep import Keep  # noqa: E402
 
 # What TRL and transformers warn about while they train is theirs to settle.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,17 +35,6 @@ def _one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class Keep:
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, record: Record) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        pass
 
 
 def observer(**settings: Any) -> tuple[CollapseCallback, Keep]:

@@ -19,7 +19,8 @@ datasets = import_or_skip("datasets")
 from collapsediag.integrations.trl_callback import attach  # noqa: E402
 
 from . import trl_tiny as tiny  # noqa: E402
-from .test_integrations_trl import KEY, Keep, batches_of, observer  # noqa: E402
+from .keep import Keep  # noqa: E402
+from .test_integrations_trl import KEY, batches_of, observer  # noqa: E402
 from .wandb_offline import wait_closed  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

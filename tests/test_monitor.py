@@ -14,24 +14,13 @@ from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import PairSettings, ScoringPairs
-from collapsediag.record import Record
 from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 from collapsediag.run_folder import read_matrix, read_records, read_traces
 from collapsediag.sinks import JsonlSink
 
+from .keep import Keep
+
 KEY = "collapse_first_turn_sample/"
-
-
-class Keep:
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.closed = False
-
-    def write(self, record: Record) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class PlantedScorer:

@@ -16,19 +16,10 @@ from collapsediag.errors import MetricError, PairError, RolloutError, SettingsEr
 from collapsediag.run_folder import read_matrix, read_records
 from collapsediag.testing import planted
 
+from .keep import Keep
+
 KEY = "collapse_first_turn_sample/"
 PLANTED = planted("healthy", n_contexts=4, group_size=3, length=3)
-
-
-class Keep:
-    def __init__(self) -> None:
-        self.records: list[cd.Record] = []
-
-    def write(self, record: cd.Record) -> None:
-        self.records.append(record)
-
-    def close(self) -> None:
-        pass
 
 
 def batch(step: int) -> cd.RolloutBatch:

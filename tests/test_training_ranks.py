@@ -6,22 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collapsediag.monitor import Monitor
-from collapsediag.record import Record
 from collapsediag.rollouts import Rollout, RolloutBatch, Turn
 from collapsediag.scoring.function import FunctionScorer
 from collapsediag.training.ranks import JobMonitor
 
-
-class Keep:
-    """A sink that keeps the records."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, record: Record) -> None:
-        self.records.append(record)
-
-    def close(self) -> None: ...
+from .keep import Keep
 
 
 def scored_cells(seed: int) -> NDArray[np.bool_]:
