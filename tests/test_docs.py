@@ -38,6 +38,15 @@ def test_the_fault_table_is_what_the_tests_say(generate: Any) -> None:
     assert len(names) == len(set(names)), "every fault has one test"
 
 
+def test_the_table_of_rooms_names_every_module() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {name.rstrip("/") for cell in rooms for name in re.findall(r"`([\w/]+)`", cell)}
+    package = ROOT / "collapsediag"
+    made = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    assert named == made - {"__init__", "__main__"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text(encoding="utf-8")):
