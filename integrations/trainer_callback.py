@@ -22,6 +22,7 @@ from collapsediag.monitor import Monitor
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.guard import undisturbed
 from collapsediag.scoring.hf import HFScorer
+from collapsediag.training.checkpoints import take_up
 from collapsediag.training.log_window import Logged, LogWindow
 from collapsediag.training.owner import trainer_of
 from collapsediag.training.patches import InstancePatches
@@ -138,7 +139,7 @@ class RolloutCallback(TrainerCallback):  # type: ignore[misc]  # transformers is
         """Take up a checkpoint's state, and stand at the entry of the trainer's log."""
         saved = getattr(state, "stateful_callbacks", {}).get(KEY)
         if saved is not None:
-            self.hook.load_state_dict(saved["attributes"])
+            take_up(lambda: self.hook.load_state_dict(saved["attributes"]))
         trainer = trainer_of(self)
         self._patches.undo(trainer)
         self._patches.wrap(trainer, "log", self._on_log)
@@ -198,7 +199,7 @@ def lightning_callback(
             return self.hook.state_dict()
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.hook.load_state_dict(state_dict)
+            take_up(lambda: self.hook.load_state_dict(state_dict))
 
     return CollapseLightningCallback()
 

@@ -17,8 +17,10 @@ from typing import Any
 from collapsediag.errors import SettingsError
 from collapsediag.integrations.trl_rollouts import Captured, Part, add_generation, tokenizer_of
 from collapsediag.monitor import Monitor
+from collapsediag.plain_text import error_text, printable
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.hf import HFScorer
+from collapsediag.training.checkpoints import take_up
 from collapsediag.training.log_window import Logged, LogWindow
 from collapsediag.training.patches import InstancePatches
 from collapsediag.training.ranks import JobMonitor, close_all
@@ -133,7 +135,8 @@ class TrlSession:
         except Exception as error:
             if self.monitor().on_error == "raise":
                 raise
-            logger.warning("diagnostics failed, training goes on: %s: %s", type(error).__name__, error)
+            said = printable(error_text(error))
+            logger.warning("diagnostics failed, training goes on: %s: %s", type(error).__name__, said)
 
     # -- what they do ------------------------------------------------------------------------------------------------
 
@@ -253,12 +256,7 @@ class TrlSession:
         self._step, self._eval_part = None, None
         saved = getattr(state, "stateful_callbacks", {}).get(KEY)
         if saved is not None:
-            try:
-                self.load_state_dict(saved["attributes"])
-            except Exception as error:
-                logger.warning(
-                    "the checkpoint's diagnostics state cannot be used (%s); moving averages begin anew", error
-                )
+            take_up(lambda: self.load_state_dict(saved["attributes"]))
         self.publish()
 
     def forget_evaluation(self) -> None:

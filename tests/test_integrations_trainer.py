@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,22 @@ def train_resumed(out: Path, callback: Any, setting: dict[str, Any]) -> tuple[An
 
 
 @pytest.mark.faults
+def test_a_checkpoint_whose_state_is_of_another_release_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting = {"save_strategy": "steps", "save_steps": 2}
+    train(tmp_path, [RolloutCallback(sampled, every=1, reasoning="completion")], **setting)
+    file = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    state["stateful_callbacks"]["collapsediag_rollouts"]["attributes"]["monitor"]["version"] = 9
+    file.write_text(json.dumps(state))
+    keep = Keep()
+    train_resumed(tmp_path, RolloutCallback(sampled, every=1, sinks=[keep], reasoning="completion"), setting)
+    assert [(r.step, r.status) for r in keep.records] == [(2, "ok"), (3, "ok")]
+    assert "diagnostics state cannot be used (SettingsError: monitor state of version 9 cannot be loaded" in caplog.text
+
+
+@pytest.mark.faults
 def test_a_function_that_raises_is_a_failed_record(tmp_path: Path) -> None:
     def broken(step: int, model: Any) -> RolloutBatch:
         raise ValueError("no prompts left")
@@ -176,7 +193,7 @@ def lightning_run(out: Path, callbacks: list[Any], seen: list[Any]) -> str:
 
 
 @pytest.mark.bit_identical
-def test_a_lightning_trainer_is_measured_and_does_not_notice(tmp_path: Path) -> None:
+def test_a_lightning_trainer_is_measured_and_does_not_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep, seen = Keep(), []  # type: ignore[var-annotated]
     without = lightning_run(tmp_path, [], [])
     callback = lightning_callback(sampled, every=2, sinks=[keep], reasoning="completion")
@@ -187,3 +204,6 @@ def test_a_lightning_trainer_is_measured_and_does_not_notice(tmp_path: Path) -> 
     other = lightning_callback(sampled, every=2)
     other.load_state_dict(callback.state_dict())
     assert other.state_dict() == callback.state_dict()
+    other.load_state_dict({})  # of another release: said, and training begins
+    assert other.state_dict() == callback.state_dict()
+    assert "diagnostics state cannot be used (KeyError: 'monitor')" in caplog.text

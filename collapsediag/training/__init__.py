@@ -1,1 +1,1 @@
-"""What every live adapter needs and no trainer knows: patched instances, a window between logs, one monitor per job."""
+"""What every live adapter needs and no trainer knows: patches, log windows, one monitor a job, checkpoints."""
