@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from collapsediag._optional import require
 from collapsediag.errors import MissingExtraError, SettingsError
 from collapsediag.monitor import Monitor
+from collapsediag.plain_text import error_text, printable
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.guard import undisturbed
 from collapsediag.scoring.hf import HFScorer
@@ -95,7 +96,9 @@ class RolloutHook:
         except Exception as error:
             if monitor.on_error == "raise":
                 raise
-            logger.warning("diagnostics failed, training goes on: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "diagnostics failed, training goes on: %s: %s", type(error).__name__, printable(error_text(error))
+            )
         finally:
             if self._scorer is not None:
                 self._scorer.model = None

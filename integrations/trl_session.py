@@ -135,8 +135,9 @@ class TrlSession:
         except Exception as error:
             if self.monitor().on_error == "raise":
                 raise
-            said = printable(error_text(error))
-            logger.warning("diagnostics failed, training goes on: %s: %s", type(error).__name__, said)
+            logger.warning(
+                "diagnostics failed, training goes on: %s: %s", type(error).__name__, printable(error_text(error))
+            )
 
     # -- what they do ------------------------------------------------------------------------------------------------
 

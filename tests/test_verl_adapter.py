@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -273,6 +274,10 @@ def test_a_dump_read_back_gives_the_same_pairs(tmp_path: Path) -> None:
         )
     rows.append(row(group="u9", mask_R=np.zeros(5, dtype=int)))
     made = batch_of(rows, step=7, end_tokens=(9, 8), limit=6, temperature=0.7, dropped={})
+    killed = tmp_path / "rollouts" / f".collapsediag-{'0' * 16}.tmp"
+    killed.parent.mkdir()
+    killed.touch()
+    os.utime(killed, (0, 0))  # long ago
     path = dump(tmp_path / "rollouts", rows, made)
     assert path.name == "7.jsonl"
     assert [p.name for p in path.parent.iterdir()] == ["7.jsonl"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from collapsediag.integrations.verl.rows import Row
 from collapsediag.rollouts import RolloutBatch
-from collapsediag.whole_files import replacing
+from collapsediag.whole_files import clear_leftovers, replacing
 
 
 def dump(folder: str | os.PathLike[str], rows: list[Row], batch: RolloutBatch) -> Path:
@@ -20,6 +20,7 @@ def dump(folder: str | os.PathLike[str], rows: list[Row], batch: RolloutBatch) -
     """
     path = Path(folder) / f"{batch.step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(path.parent)
     with replacing(path) as temporary, temporary.open("w", encoding="ascii") as stream:
         for line in _lines([row for row in rows if row.mask_R.any()], batch):
             stream.write(json.dumps(line, separators=(",", ":")) + "\n")

@@ -40,6 +40,7 @@ from collapsediag.integrations.verl.scorer import Limits, WorkerScorer
 from collapsediag.integrations.verl.settings import VerlSettings, settings_of
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import PairSettings
+from collapsediag.plain_text import error_text, printable
 from collapsediag.record import Provenance, Record
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.run_folder import METRICS_FILE, read_records
@@ -177,7 +178,9 @@ class CollapseHook:
             body(*args)
         except Exception as error:
             self._failures[stage] += 1
-            logger.warning("%s failed, training goes on: %s: %s", stage, type(error).__name__, error)
+            logger.warning(
+                "%s failed, training goes on: %s: %s", stage, type(error).__name__, printable(error_text(error))
+            )
 
     def _observe(self, batch: Any) -> None:
         step = int(self.trainer.global_steps)
