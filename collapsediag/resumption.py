@@ -47,6 +47,7 @@ class MonitorState:
             reasoning=_entry(
                 state, "reasoning", lambda name: name if name in ("auto", "think", "completion") else None
             ),
+            # Before the first step there is none; a state that does not say is damaged.
             last_step=None if state.get("last_step", 0) is None else _entry(state, "last_step", step_number),
             failures=_entry(state, "failures", _count),
             failures_in_a_row=_entry(state, "failures_in_a_row", _count),
