@@ -143,8 +143,13 @@ class FanOut:
             raise failed[0]
 
     def _call(self, sink: Sink, body: Callable[[], None], limit_s: float) -> None:
-        if self._strict or getattr(sink, "in_caller_thread", False):
+        if self._strict:
             body()
+        elif getattr(sink, "in_caller_thread", False):
+            try:
+                body()
+            except SystemExit as error:  # training is not its to end
+                raise TrackerError("it raised SystemExit") from error
         elif not _came_back(body, limit_s):
             raise _HungError(f"sink {type(sink).__name__} did not come back within {limit_s:g} s")
 

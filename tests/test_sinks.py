@@ -207,9 +207,10 @@ class UnshowableError(Exception):
     "a sink calls sys.exit(), or raises an error whose message cannot be shown",
     "a failure of that sink as any other; training goes on",
 )
+@pytest.mark.parametrize("in_caller_thread", [False, True])
 @pytest.mark.parametrize("error", [SystemExit(1), UnshowableError()])
 def test_a_sink_neither_ends_the_process_nor_needs_a_readable_error(
-    error: BaseException, caplog: pytest.LogCaptureFixture
+    error: BaseException, in_caller_thread: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Ends(Recorder):
         def write(self, record: Record) -> None:
@@ -218,8 +219,9 @@ def test_a_sink_neither_ends_the_process_nor_needs_a_readable_error(
         def close(self) -> None:
             raise error
 
-    sink = Recorder()
-    with cd.Monitor(sinks=[Ends(), sink]) as monitor:
+    sink, ends = Recorder(), Ends()
+    ends.in_caller_thread = in_caller_thread  # type: ignore[attr-defined]
+    with cd.Monitor(sinks=[ends, sink]) as monitor:
         for step in range(2):
             monitor.observe(step, BATCH)
     assert (sink.steps, sink.closed) == ([0, 1], 1)
