@@ -37,7 +37,8 @@ class RolloutReport:
     """The numbers of one batch, and what could not be measured.
 
     values: by metric name. not_measured: the reason in words, by metric or family name.
-    refused: those of not_measured where the batch holds what cannot be, with the rollout that does.
+    refused: those of not_measured where the batch holds what cannot be, with the rollout that does, or where a callable
+        raised.
     notes: what a person must know to read the values.
     """
 
