@@ -257,7 +257,7 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = json.loads(ending(file).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise _no_run_folder(path, RUN_FILE) from None
+        raise no_run_folder(path, RUN_FILE) from None
     except (OSError, ValueError, RecursionError) as error:
         raise RunFolderError(f"{file}: cannot be read ({error}).") from error
     version = content.get("schema_version") if isinstance(content, dict) else None
@@ -270,13 +270,19 @@ def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     return dict(content)
 
 
-def _no_run_folder(path: str | os.PathLike[str], missing: str) -> RunFolderError:
+def run_folders_in(path: str | os.PathLike[str]) -> list[str]:
+    """Paths of the run folders right inside a folder."""
+    return sorted(str(file.parent) for file in Path(path).glob(f"*/{METRICS_FILE}"))
+
+
+def no_run_folder(path: str | os.PathLike[str], missing: str) -> RunFolderError:
+    """The error for a path without this file: what it is instead, and the run folders in it."""
     if not os.path.lexists(path):
         return RunFolderError(f"{path} is not a run folder: it does not exist.")
     if not os.path.isdir(path):
         cure = f" Its folder may be one: {Path(path).parent}." if Path(path).name in (METRICS_FILE, RUN_FILE) else ""
         return RunFolderError(f"{path} is not a run folder: it is {_kind(Path(path))}.{cure}")
-    inside = sorted(str(file.parent) for file in Path(path).glob(f"*/{METRICS_FILE}"))
+    inside = run_folders_in(path)
     more = f", and {len(inside) - MAX_NAMED} more" if len(inside) > MAX_NAMED else ""
     cure = f" Run folders in it: {', '.join(inside[:MAX_NAMED])}{more}." if inside else ""
     return RunFolderError(f"{path} is not a run folder: it has no {missing}.{cure}")
@@ -314,7 +320,7 @@ def iter_records(path: str | os.PathLike[str]) -> Iterator[Record]:
                 except NO_RECORD:
                     torn += 1
     except (FileNotFoundError, NotADirectoryError):
-        raise _no_run_folder(path, METRICS_FILE) from None
+        raise no_run_folder(path, METRICS_FILE) from None
     except OSError as error:
         raise RunFolderError(f"{file}: cannot be read ({error.strerror or error}).") from error
     if torn:

@@ -386,7 +386,7 @@ def test_a_long_run_does_not_keep_a_core_busy(finished: Path, tmp_path: Path, mo
 
 
 @contextlib.contextmanager
-def command(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(run: Path, waiting: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`collapsediag dashboard RUN` and the address that it gives."""
     arguments = [sys.executable, "-m", "collapsediag", "dashboard", str(run), "--port", "0"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -395,7 +395,7 @@ def command(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with subprocess.Popen(arguments, **pipes) as process:
         try:
             lines = [process.stdout.readline() for _ in range(4)]  # type: ignore[union-attr]
-            found = re.fullmatch(rf"Following {run}: (http://127\.0\.0\.1:(\d+)/)\n", lines[0])
+            found = re.fullmatch(rf"Following {run}{waiting}: (http://127\.0\.0\.1:(\d+)/)\n", lines[0])
             assert found, lines
             assert lines[2].startswith(f"    ssh -N -L {found[2]}:127.0.0.1:{found[2]} ")
             yield process, found[1]
@@ -416,6 +416,26 @@ def test_the_command_says_where_the_page_is_and_ends_cleanly_when_interrupted(fi
         assert json.loads(connection.getresponse().read())["steps"] == list(range(6))
         assert interrupted(process) == (0, "\nno longer following\n", "")  # with a connection still open
         connection.close()
+
+
+def test_a_name_that_is_not_there_yet_is_followed_and_said_not_to_be_there(tmp_path: Path) -> None:
+    with command(tmp_path / "typo", ", which does not exist yet") as (process, _):
+        assert interrupted(process)[0] == 0
+    waiting = f", which does not exist yet, and neither does {tmp_path / 'runz'}"
+    with command(tmp_path / "runz" / "mine", waiting) as (process, _):
+        assert interrupted(process)[0] == 0
+    assert not (tmp_path / "runz").exists()
+
+
+def test_a_folder_of_runs_is_refused_and_its_runs_are_named(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        shutil.copytree(finished, tmp_path / name)
+    assert main(["dashboard", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is not a run folder: it has no metrics.jsonl" in said
+    assert f"Run folders in it: {tmp_path / 'a'}, {tmp_path / 'b'}." in said
 
 
 def test_a_port_that_is_taken_and_a_file_in_place_of_a_folder(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from collapsediag.errors import RunFolderError
 from collapsediag.plain_text import printable
+from collapsediag.run_folder import METRICS_FILE, no_run_folder, run_folders_in
 
 DEFAULT_PORT = 8611
 
@@ -35,18 +36,28 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.run_folder)
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"{folder} is a file; a run folder is needed.")
+    if run_folders_in(folder) and not (folder / METRICS_FILE).exists():
+        raise no_run_folder(folder, METRICS_FILE)
     live = LiveRun(folder)
     with LiveServer(live, args.port) as server:
-        waiting = "" if live.series() else ", which has no record yet"
-        print(f"Following {printable(str(folder))}{waiting}: {server.url}")
+        waiting = "" if live.series() else f", which {_missing(folder)}"
+        print(f"Following {printable(str(folder) + waiting)}: {server.url}")
         print("To see it on another machine, run this there and open the same address:")
         print(f"    ssh -N -L {_forward(server.server_port)}")
-        print("Ctrl-C ends this and leaves the run alone.", flush=True)
         try:
+            print("Ctrl-C ends this and leaves the run alone.", flush=True)
             server.serve_forever()
         except KeyboardInterrupt:
             print("\nno longer following")
     return 0
+
+
+def _missing(folder: Path) -> str:
+    """What there is to wait for: a misspelt name would be waited for as long as a run that has not begun."""
+    if folder.exists():
+        return "has no record yet"
+    parent = folder.absolute().parent
+    return "does not exist yet" + ("" if parent.exists() else f", and neither does {parent}")
 
 
 def _forward(port: int) -> str:
