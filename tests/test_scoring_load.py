@@ -143,6 +143,9 @@ def gguf_names(path: Path, *names: str) -> Path:
     ("make", "arguments", "message"),
     [
         (lambda p: p / "nowhere", {}, r"nowhere: no such folder or file\. Give a model folder"),
+        # Names that could be of the hub, but for their end: nobody asks the hub for a file.
+        (lambda p: "nope.gguf", {}, r"^nope\.gguf: no such file\. Give the path of a \.gguf file"),
+        (lambda p: "models/nope.gguf", {}, r"^models/nope\.gguf: no such file\."),
         (lambda p: "", {}, "the model's name is empty"),
         (lambda p: "  ", {}, "the model's name is empty"),
         (lambda p: p, {}, r"holds no config\.json and no \.gguf file \(found: nothing\)"),

@@ -42,8 +42,8 @@ def load_policy(
 
     Raises SettingsError for a path, device or dtype that does not exist, ScoringError for a model that cannot be read.
     """
+    where, name = _locate(path_or_name, gguf_file)  # first: transformers takes seconds to import
     transformers = require("transformers", extra="hf", feature="loading a policy")
-    where, name = _locate(path_or_name, gguf_file)
     if name is not None:
         for package in ("gguf", "accelerate"):
             require(package, extra="gguf", feature=f"reading {name}")
@@ -77,8 +77,8 @@ def load_tokenizer(
     path_or_name: str | Path, *, tokenizer: str | Path | None = None, gguf_file: str | None = None
 ) -> Any:
     """The tokenizer that `load_policy` would give, without the model; None where there is none."""
-    transformers = require("transformers", extra="hf", feature="loading a tokenizer")
     where, name = _locate(path_or_name, gguf_file)
+    transformers = require("transformers", extra="hf", feature="loading a tokenizer")
     options: dict[str, Any] = {} if name is None else {"gguf_file": name}
     if Path(where).exists():
         options["local_files_only"] = True
@@ -111,6 +111,8 @@ def _locate(path_or_name: str | Path, gguf_file: str | None) -> tuple[str, str |
             f"{path} holds no config.json and no .gguf file (found: {_listing(path)}). A checkpoint folder written by "
             "save_pretrained is expected; trainers often keep it in a subfolder such as checkpoint-100 or actor."
         )
+    if path.suffix == ".gguf":
+        raise SettingsError(f"{path}: no such file. Give the path of a .gguf file, a model folder, or a hub name.")
     if not _HUB_NAME.match(str(path_or_name)):
         raise SettingsError(f"{path}: no such folder or file. Give a model folder, a .gguf file, or a hub name.")
     return str(path_or_name), gguf_file
