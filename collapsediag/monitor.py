@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from collapsediag.cadence import Cadence
 from collapsediag.context_bank import ContextBank
@@ -27,6 +27,7 @@ from collapsediag.monitor_settings import (
     checked_pairs,
     checked_rollout_options,
     checked_tokenizer,
+    refuse_unknown,
 )
 from collapsediag.pairs import (
     NAMESPACES,
@@ -73,7 +74,7 @@ class Monitor:
         whether tags are there, then kept, and noted in the record.
     pairs: limits and tags for the pairs, see PairSettings. Scoring costs n_traces x n_contexts, so a limit is set.
     definition: "paper" or "ragen", see matrix_metrics.
-    rollout_options: keyword arguments of rollout_metrics (format, success_threshold, ...).
+    rollout_options: keyword arguments of rollout_metrics: {"success_threshold": 0.5, "format": "tags:think"}.
     seed: the draw of traces is a function of (seed, step).
     traces_kept: how many traces of a scored step are stored for reading.
     context_bank: how many contexts of earlier batches serve as further columns, for trainers that put one prompt into
@@ -104,7 +105,9 @@ class Monitor:
         context_bank: int = 0,
         time_budget: float | None = None,
         on_error: Literal["record", "raise"] = "record",
+        **unknown: NoReturn,
     ) -> None:
+        refuse_unknown("Monitor", unknown, Monitor)
         check_choice("on_error", on_error, ("record", "raise"))
         check_choice("reasoning", reasoning, ("auto", "think", "completion"))
         check_choice("definition", definition, tuple(DEFINITIONS))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from collapsediag.arrays import whole_number
@@ -57,6 +58,40 @@ def checked_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
+def refuse_unknown(owner: str, names: Iterable[str], *takers: Callable[..., Any]) -> None:
+    """Raise TypeError for an argument that none of the takers has; it says where the argument goes, or what was meant.
+
+    >>> refuse_unknown("Monitor", ["success_threshold"])
+    Traceback (most recent call last):
+    TypeError: Monitor() takes success_threshold inside another argument: rollout_options={"success_threshold": ...}
+    """
+    known = [
+        name
+        for taker in takers
+        for name, parameter in inspect.signature(taker).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    for name in names:
+        if name in known:
+            continue
+        inside = None
+        if name in _rollout_option_names():
+            inside = f'rollout_options={{"{name}": ...}}'
+        elif name in PairSettings.__dataclass_fields__:
+            inside = f"pairs=PairSettings({name}=...)"
+        if inside is not None:
+            raise TypeError(f"{owner}() takes {name} inside another argument: {inside}")
+        close = difflib.get_close_matches(name, known, n=1)
+        raise TypeError(
+            f"{owner}() has no argument {name!r}; "
+            + (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}")
+        )
+
+
+def _rollout_option_names() -> list[str]:
+    return [name for name in inspect.signature(rollout_report).parameters if name not in OWN_OPTIONS]
+
+
 def checked_rollout_options(options: Any) -> dict[str, Any]:
     """Keyword arguments of `rollout_report`. Raises SettingsError for one that it does not have, for a format that
     is none and a threshold that is no number.
@@ -64,7 +99,7 @@ def checked_rollout_options(options: Any) -> dict[str, Any]:
     >>> checked_rollout_options({"success_threshold": 0.5})
     {'success_threshold': 0.5}
     """
-    known = [name for name in inspect.signature(rollout_report).parameters if name not in OWN_OPTIONS]
+    known = _rollout_option_names()
     if options is None:
         return {}
     if not isinstance(options, Mapping) or not set(options) <= set(known):

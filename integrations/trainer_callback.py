@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from collapsediag._optional import require
 from collapsediag.errors import MissingExtraError, SettingsError
 from collapsediag.monitor import Monitor
+from collapsediag.monitor_settings import refuse_unknown
 from collapsediag.plain_text import error_text, printable
 from collapsediag.rollouts import RolloutBatch
 from collapsediag.scoring.guard import undisturbed
@@ -65,6 +66,7 @@ class RolloutHook:
     ) -> None:
         if not callable(rollouts):
             raise SettingsError(f"rollouts must be a function of (step, model), found {type(rollouts).__name__}.")
+        refuse_unknown("RolloutCallback", monitor_options, RolloutHook, Monitor)
         self._rollouts = rollouts
         self._temperature = temperature
         self._token_budget = token_budget

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from collapsediag._optional import require
 from collapsediag.integrations.trl_session import TrlSession
 from collapsediag.monitor import Monitor
+from collapsediag.monitor_settings import refuse_unknown
 from collapsediag.training.log_window import Logged
 from collapsediag.training.owner import trainer_of
 
@@ -59,6 +60,7 @@ class CollapseCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         token_budget: int | None = None,
         **monitor_options: Any,
     ) -> None:
+        refuse_unknown("CollapseCallback", monitor_options, CollapseCallback, Monitor)
         self.session = TrlSession(
             every=every,
             sinks=sinks,

@@ -122,7 +122,7 @@ def test_control_characters_reach_no_terminal(tmp_path: Path, capsys: pytest.Cap
 
 def test_advice_names_the_option_of_the_command_line(check: Check) -> None:
     said = check(rows(group=4))[1]
-    assert "no rollout has a success label; --success-threshold (success_threshold=) makes labels of rewards." in said
+    assert "no rollout has a success label; --success-threshold makes labels of rewards (in Python success" in said
     assert "has a success label" not in check(rows(group=4), "--success-threshold", 1)[1]
 
 

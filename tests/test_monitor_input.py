@@ -197,6 +197,30 @@ def test_a_name_is_no_tokenizer() -> None:
         monitor(tokenizer="gpt2")
 
 
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("success_threshold", 'rollout_options={"success_threshold": ...}'),
+        ("format", 'rollout_options={"format": ...}'),
+        ("max_traces", "pairs=PairSettings(max_traces=...)"),
+        ("evry", "did you mean 'every'?"),
+        ("zzz", "it takes scorer, every, sinks, "),
+    ],
+)
+def test_an_argument_that_is_none_says_where_it_goes(name: str, way: str) -> None:
+    with pytest.raises(TypeError, match=rf"^Monitor\(\) .*{name}.*{re.escape(way)}"):
+        cd.Monitor(**{name: 1})
+
+
+def test_the_reasons_name_a_way_that_is_there() -> None:
+    texts = cd.RolloutBatch.from_lists(
+        step=0, prompts=["q"] * 2, completions=["<think>a</think>b"] * 2, rewards=[0.9, 0.1]
+    )
+    reason = cd.Monitor().observe(0, texts).not_measured["pass@k"]
+    assert "rollout_options" in reason
+    assert cd.Monitor(rollout_options={"success_threshold": 0.5}).observe(0, texts).values["pass@1"] == 0.5
+
+
 def test_settings_out_of_numpy_are_settings() -> None:
     made = {"seed": np.int64(3), "traces_kept": np.float32(2), "context_bank": np.int8(2), "every": np.int64(1)}
     m, keep = monitor(**made, rollout_options={"success_threshold": np.float32(0.5)})

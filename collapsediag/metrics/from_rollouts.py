@@ -116,8 +116,8 @@ def rollout_report(
     on_error: "record" leaves a family that would raise MetricError out, under `refused`; the others are measured.
 
     >>> batch = RolloutBatch.from_lists(step=1, prompts=["2+2="] * 2, completions=["4", "5"], rewards=[1.0, 0.0])
-    >>> rollout_report(batch).not_measured["pass@k"]
-    'no rollout has a success label; --success-threshold (success_threshold=) makes labels of rewards'
+    >>> rollout_report(batch).not_measured["pass@k"].split(";")[0]
+    'no rollout has a success label'
     """
     if not isinstance(batch, RolloutBatch):
         raise RolloutError(
@@ -180,7 +180,8 @@ def _notes(table: RolloutTable, values: Values, declared: Any) -> tuple[str, ...
     if declared is None and values.get("format/no_think_fraction") == 1.0:
         notes.append(
             "no output has a <think> tag: format/ judges by the default <think>...</think><answer>...</answer>, which "
-            "may not be what this policy was asked for; declare its format, --format (format=)"
+            "may not be what this policy was asked for; declare its format: --format, in Python format=, a monitor's "
+            "rollout_options"
         )
     if table.length_T is not None and table.length_T[0] == "length" and np.isnan(table.n_tokens_T).any():
         notes.append("length/ counts tokens of re-tokenised text: near, not equal, to what was sampled")

@@ -29,7 +29,10 @@ Reasons = dict[str, str]
 _NO_TEXT = "the outputs are token ids only; a tokenizer makes text of them (tokenizer=, preflight --model)"
 _MIXED = "some outputs are ids only, others text only; a tokenizer makes them alike (tokenizer=, preflight --model)"
 _SINGLE = "no group has two rollouts"
-_NO_SUCCESS = "no rollout has a success label; --success-threshold (success_threshold=) makes labels of rewards"
+_NO_SUCCESS = (
+    "no rollout has a success label; --success-threshold makes labels of rewards "
+    "(in Python success_threshold=, a monitor's rollout_options)"
+)
 
 
 class RolloutReader:
