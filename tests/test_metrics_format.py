@@ -145,7 +145,13 @@ def test_what_may_be_declared_as_a_format() -> None:
     assert as_format(TagFormat(actions=())) == TagFormat(actions=())
     assert isinstance(as_format(re.compile("a")), RegexFormat)
     assert isinstance(as_format(str.isdigit), CallableFormat)
-    for wrong in ("<think>", 3, TagFormat, {"type": "object"}):
+    assert as_format("tags:think") == TagFormat(actions=())
+    assert as_format("tags:think,search,answer") == TagFormat(actions=("search", "answer"))
+    assert as_format("regex:.*up").failures(["go up", "up it goes"], [None, None]) == [None, "no_match"]
+    for text in ("<think>", "tags", "tags:", "json:{}"):
+        with pytest.raises(SettingsError, match="is no form of outputs: write tags:REASONING"):
+            as_format(text)
+    for wrong in (3, TagFormat, {"type": "object"}):
         with pytest.raises(SettingsError, match="format is"):
             as_format(wrong)
 

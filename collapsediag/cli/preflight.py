@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from collapsediag.cli.rollout_arguments import (
     add_rollout_arguments,
     batches,
-    declared_format,
     finite,
     require_tokenizer,
 )
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         batch,
         matrix=matrix,
         unscored=unscored,
-        format=declared_format(args.format),
+        format=args.format,
         success_threshold=args.success_threshold,
         tokenizer=tokenizer,
         seed=args.seed,

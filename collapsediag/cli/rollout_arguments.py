@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from collapsediag.errors import SettingsError
-from collapsediag.metrics.format import TagFormat
-from collapsediag.metrics.format_regex import RegexFormat
+from collapsediag.metrics.format import parsed_format
 from collapsediag.readers import SOURCES, read_rollouts
 from collapsediag.rollouts import RolloutBatch
 
@@ -66,32 +65,13 @@ def key_map(pairs: list[str]) -> dict[str, str]:
     return mapping
 
 
-def declared_format(form: str | None) -> TagFormat | RegexFormat | None:
-    """The format of outputs that `--format` names; None where it was not given.
-
-    >>> declared_format("tags:think,search,answer")
-    TagFormat(reasoning='think', actions=('search', 'answer'))
-    """
-    if form is None:
-        return None
-    kind, _, rest = form.partition(":")
-    if kind == "regex" and rest:
-        return RegexFormat(rest)
-    if kind == "tags" and rest:
-        reasoning, *actions = rest.split(",")
-        return TagFormat(reasoning, tuple(actions))
-    raise SettingsError(
-        f"{form!r} is no form of outputs: write tags:REASONING,ACTION,... or regex:PATTERN. (What the files are is "
-        f"--source: {', '.join(sorted(SOURCES))}.)"
-    )
-
-
 def _declared(form: str) -> str:
     """`--format` as it was written: run.json keeps it, and Ray's workers are sent it."""
     try:
-        declared_format(form)
+        parsed_format(form)
     except SettingsError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        sources = ", ".join(sorted(SOURCES))
+        raise argparse.ArgumentTypeError(f"{error} (What the files are is --source: {sources}.)") from None
     return form
 
 

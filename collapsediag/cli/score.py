@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from collapsediag.cli.rollout_arguments import (
     add_rollout_arguments,
     batches,
-    declared_format,
     finite,
     require_tokenizer,
 )
@@ -306,7 +305,7 @@ def monitor_of(
             max_total_tokens=max_tokens,
         ),
         definition=args.definition,
-        rollout_options={"format": declared_format(args.format), "success_threshold": args.success_threshold},
+        rollout_options={"format": args.format, "success_threshold": args.success_threshold},
         seed=args.seed,
         on_error="raise",
     )

@@ -207,13 +207,35 @@ def strip_end_of_turn(output: str) -> str:
             return output[:end]
 
 
+def parsed_format(form: str) -> Format:
+    """The format that a text declares: `tags:REASONING,ACTION,...` or `regex:PATTERN`.
+
+    Raises SettingsError for any other text.
+
+    >>> parsed_format("tags:think,search,answer")
+    TagFormat(reasoning='think', actions=('search', 'answer'))
+    """
+    kind, _, rest = form.partition(":")
+    if kind == "regex" and rest:
+        from collapsediag.metrics.format_regex import RegexFormat
+
+        return RegexFormat(rest)
+    if kind == "tags" and rest:
+        reasoning, *actions = rest.split(",")
+        return TagFormat(reasoning, tuple(actions))
+    raise SettingsError(f"{form!r:.80} is no form of outputs: write tags:REASONING,ACTION,... or regex:PATTERN.")
+
+
 def as_format(declared: Any) -> Format:
-    """The format object of what a user may pass: None (the default tags), a format, a compiled regex, a callable.
+    """The format object of what a user may pass: None (the default tags), a format, its text as for `parsed_format`, a
+    compiled regex, a callable.
 
     Raises SettingsError for anything else.
     """
     if declared is None:
         return TagFormat()
+    if isinstance(declared, str):
+        return parsed_format(declared)
     if isinstance(declared, re.Pattern):
         from collapsediag.metrics.format_regex import RegexFormat
 
@@ -223,8 +245,9 @@ def as_format(declared: Any) -> Format:
     if callable(declared) and not isinstance(declared, type):
         return CallableFormat(declared)
     raise SettingsError(
-        f"format is {declared!r:.80}; pass TagFormat(...), RegexFormat(...), JsonFormat(...), ToolFormat(...), a "
-        "compiled regex, or a callable from text to True, False or the name of a failure."
+        f"format is {declared!r:.80}; pass 'tags:think,answer', 'regex:PATTERN', TagFormat(...), RegexFormat(...), "
+        "JsonFormat(...), ToolFormat(...), a compiled regex, or a callable from text to True, False or the name of a "
+        "failure."
     )
 
 
