@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from collapsediag.errors import CollapsediagError, ReaderError, SettingsError
+from collapsediag.monitor import Monitor
 from collapsediag.readers import SOURCES, from_jsonl, read_rollouts
 from collapsediag.rollouts import RolloutBatch
+from collapsediag.sinks import JsonlSink
+from collapsediag.testing import planted
 
 ROW = {"prompt": "p", "completion": "c", "reward": 1.0}
 LINE = json.dumps(ROW).encode() + b"\n"
@@ -73,6 +76,16 @@ def test_one_clear_message(tmp_path: Path, name: str, data: bytes, message: str)
     with pytest.raises(ReaderError, match=message) as caught:
         read(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_run_folder_is_said_to_be_one(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    healthy = planted("healthy", n_contexts=4, group_size=3)
+    with Monitor(healthy.scorer(), every=1, sinks=[JsonlSink(run)], tokenizer=healthy) as monitor:
+        monitor.observe(1, healthy.batch)
+    for path in (run.parent, run, run / "metrics.jsonl", run / "traces", next((run / "traces").iterdir())):
+        with pytest.raises(ReaderError, match=f"belongs to a run folder.*`collapsediag report {run}` reads it"):
+            read(path)
 
 
 @pytest.mark.parametrize(

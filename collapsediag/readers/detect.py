@@ -37,6 +37,9 @@ SOURCES = {
     )
 }
 METRIC_LOG = "metric_log"
+# Keys of the lines that a run folder of this library holds, in metrics.jsonl and in traces/.
+RECORD_KEYS = {"step", "status", "values"}
+TRACE_KEYS = {"namespace", "row", "own", "best", "logp_P"}
 
 Data = Mapping[str, Any]
 
@@ -81,10 +84,22 @@ def detect_file(path: Path, key_map: Mapping[str, str] | None = None) -> Detecti
             return Detection(source, reason)
     if key_map:
         return Detection("jsonl", f"rollout JSONL: the key map names {', '.join(sorted(key_map))}")
+    _refuse_run_folder(path, row.data)
     raise row.error(
         f"no known source of rollouts has these keys: {row.keys_found()}. Name what holds prompt and completion "
         "(--map prompt=THEIRS --map completion=THEIRS), or the source (--source); docs/formats.md shows what is read."
     )
+
+
+def _refuse_run_folder(path: Path, data: Data) -> None:
+    """What was measured is easily taken for what it was measured on."""
+    for run, keys in ((path.parent, RECORD_KEYS), (path.parent.parent, TRACE_KEYS)):
+        if keys <= set(data):
+            raise ReaderError(
+                f"{path} belongs to a run folder, which holds what was measured, not rollouts: `collapsediag report "
+                f"{run}` reads it. What is read here is saved rollouts, prompts and completions; docs/formats.md shows "
+                "which."
+            )
 
 
 def _first_row(rows: RowFile) -> Row:
