@@ -117,7 +117,6 @@ def ids(*outputs: list[int], prompts: int = 3) -> list[dict[str, Any]]:
 
 
 NOTHING_TO_SCORE = {
-    "one prompt": (rows(prompts=1), "at least two prompts are needed"),
     "empty reasoning": (rows(completion="<think></think>x"), "--reasoning completion"),
     "empty completions": (rows(completion=""), "6 empty reasoning"),
     "unclosed": (rows(completion="<think>so"), "--reasoning completion"),
@@ -139,6 +138,41 @@ def test_nothing_to_score_is_an_error_with_the_reason(
     assert ".." not in last.replace(str(tmp_path), "")
     (record,) = read_records(tmp_path / "run")
     assert "reward/mean" in record.values or "reward" in record.not_measured
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        rows(prompts=1),
+        [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows(prompts=1)],
+        [{**row, "prompt_ids": [1, 2, 3], "group": 0} for row in ids([4, 5], [6])],
+    ],
+    ids=["text", "messages", "ids"],
+)
+def test_one_prompt_is_told_before_the_model_is_loaded(
+    score: Callable[..., tuple[int, str]], tmp_path: Path, lines: list[dict[str, Any]]
+) -> None:
+    code, said = score(lines, model="/nowhere/at/all")
+    assert code == 2
+    assert said.startswith("error: step 1 holds one prompt only, so there is nothing to tell apart; ")
+    assert not (tmp_path / "run").exists()
+    code, said = score([*rows(steps=(1, 2), prompts=1)], model="/nowhere/at/all")
+    assert said.startswith("error: each of 2 steps holds one prompt only")
+
+
+def test_what_was_said_of_a_step_is_not_said_again(score: Callable[..., tuple[int, str]], policy: Path) -> None:
+    lines = [*rows(steps=(1, 2)), *rows(steps=(3,), prompts=4), *rows(steps=(4,), prompts=1)]
+    code, said = score(lines, "--max-traces", "4")
+    assert code == 0
+    assert said.splitlines()[0] == f"loading {policy}"
+    assert [line for line in said.splitlines() if "re-tokenised" in line] == [
+        "step 1: 6 outputs were re-tokenised from text: their log-likelihoods are near, not equal to, the run's own"
+    ]
+    left_out = [line for line in said.splitlines() if "left out" in line]
+    assert left_out == ["step 1: left out 2 first_turn/subsampled", "step 3: left out 4 first_turn/subsampled"]
+    assert said.count("What was said of a step is said once; every record holds it.") == 1
+    assert "step 4: collapse_first_turn_sample not measured: only one distinct context" in said
+    assert "\n\n" not in said
 
 
 def test_one_step_without_traces_does_not_spoil_the_others(
@@ -338,7 +372,7 @@ def test_a_run_is_not_written_over(score: Callable[..., tuple[int, str]], tmp_pa
     assert "--resume" in said
     code, said = score(rows(), "--resume")
     assert code == 0
-    assert "step 1: already recorded, not redone" in said
+    assert said == "1 step already recorded, not redone\nnothing new to score\n"  # and no model was loaded for it
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -413,7 +447,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(
     code, said = score(file, "--resume")
     assert code == 0
     assert list((tmp_path / "run" / "matrices").glob(".*")) == []
-    assert said.count("already recorded, not redone") == 2
+    assert "2 steps already recorded, not redone" in said
     assert said.count(" pairs: ") == 2  # of steps 4 and 5: 3 has nothing to score
     assert [record.step for record in iter_records(tmp_path / "run")] == [1, 2, 3, 4, 5]
     for whole, resumed in zip(read_records(tmp_path / "whole"), read_records(tmp_path / "run"), strict=True):

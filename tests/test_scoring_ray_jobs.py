@@ -196,7 +196,7 @@ def test_the_command_gives_the_same_records_and_goes_on_where_it_was_killed(
     with open(tmp_path / "ray" / "metrics.jsonl", "a") as stream:
         stream.write('{"step": 3, "stat')  # what a killed job leaves behind
     score("four.jsonl", "ray", "--ray", "--ray-workers", "2", "--resume")
-    assert "2 steps are already recorded" in capsys.readouterr().err
+    assert "2 steps already recorded, not redone" in capsys.readouterr().err
     plain, ray = values_by_step(tmp_path / "plain"), values_by_step(tmp_path / "ray")
     assert list(ray) == [1, 2, 3, 4]
     for step, expected in plain.items():

@@ -13,7 +13,7 @@ import argparse
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +23,16 @@ from collapsediag.cli.rollout_arguments import (
     finite,
     require_tokenizer,
 )
-from collapsediag.cli.score_progress import ProgressScorer
+from collapsediag.cli.score_progress import ProgressScorer, StepReport
 from collapsediag.console import plain_console, summary_lines
 from collapsediag.errors import ScoringError, SettingsError
 from collapsediag.findings import judge
 from collapsediag.findings.words import verdict_lines
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import NAMESPACES, DropReason, PairSettings
-from collapsediag.plain_text import printable
+from collapsediag.plain_text import counted, printable
 from collapsediag.record import Provenance, Record
-from collapsediag.rollouts import RolloutBatch
+from collapsediag.rollouts import RolloutBatch, Turn
 from collapsediag.run_folder import METRICS_FILE, RUN_FILE, check_writable, read_records, read_run
 from collapsediag.sinks import JsonlSink, Sink
 
@@ -153,19 +153,24 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Score, record, and print the last step's table."""
-    from collapsediag.scoring.load import load_policy
-
     # Lines are not wrapped: a log is searched by line, and a terminal wraps by itself.
     console = plain_console(stderr=True, soft_wrap=True)
     if args.budget is not None and args.definition == "ragen":
         raise SettingsError("--definition ragen needs every cell of the matrix; leave out --budget.")
     recorded = _recorded(args)
-    # The first step is read before the model is loaded: a wrong file must not cost a minute.
-    next(batches(args), None)
+    done = steps_done(recorded)
+    if done:
+        console.print(f"{counted(len(done), 'step')} already recorded, not redone")
+    # Before the model is loaded: a wrong file, or a run with nothing left to do, must not cost a minute.
+    if not is_anything_open(args, done):
+        return finish(args, [], console)
     if args.ray:
         from collapsediag.cli.score_on_ray import run_on_ray
 
         return run_on_ray(args, recorded, console)
+    from collapsediag.scoring.load import load_policy
+
+    console.print(printable(f"loading {args.model}"), markup=False)
     model, tokenizer = load_policy(
         args.model,
         tokenizer=args.tokenizer,
@@ -173,18 +178,47 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         dtype=args.dtype,
     )
-    done = steps_done(recorded)
     new: list[Record] = []
+    report = StepReport(console)
     with _model_monitor(args, model, tokenizer, console) as monitor:
         monitor.continue_from(recorded)
-        for batch in batches(args, tokenizer=tokenizer):
+        for batch in open_batches(args, done, tokenizer=tokenizer):
             require_tokenizer(batch, tokenizer, args.model)
-            if batch.step in done:
-                console.print(f"step {batch.step}: already recorded, not redone")
-                continue
             new.append(monitor.observe(batch.step, batch).without_arrays())
-            report_step(console, batch, new[-1])
+            report.tell(new[-1])
     return finish(args, new, console)
+
+
+def open_batches(args: argparse.Namespace, done: set[int], tokenizer: Any = None) -> Iterator[RolloutBatch]:
+    """The steps that are not recorded yet."""
+    return (batch for batch in batches(args, tokenizer=tokenizer) if batch.step not in done)
+
+
+def is_anything_open(args: argparse.Namespace, done: set[int]) -> bool:
+    """Whether a step is left to score. Raises ScoringError where one prompt is all that each of them holds."""
+    steps = []
+    for batch in open_batches(args, done):
+        if not _has_one_prompt(batch):
+            return True
+        steps.append(batch.step)
+    if steps:
+        which = f"step {steps[0]} holds" if len(steps) == 1 else f"each of {len(steps)} steps holds"
+        raise ScoringError(
+            f"{which} one prompt only, so there is nothing to tell apart; at least two prompts are needed. Nothing was "
+            "loaded or written. What can be measured without a model: collapsediag preflight."
+        )
+    return False
+
+
+def _has_one_prompt(batch: RolloutBatch) -> bool:
+    """Whether every turn is known to have the same context."""
+    contexts = (_context(turn) for rollout in batch for turn in rollout.turns)
+    first = next(contexts, None)
+    return bool(first) and all(context == first for context in contexts)
+
+
+def _context(turn: Turn) -> Any:
+    return turn.context or turn.context_messages if turn.context_ids is None else turn.context_ids.tolist()
 
 
 def finish(args: argparse.Namespace, new: Sequence[Record], console: Console) -> int:
@@ -309,16 +343,3 @@ def monitor_of(
         seed=args.seed,
         on_error="raise",
     )
-
-
-def report_step(console: Console, batch: RolloutBatch, record: Record) -> None:
-    """What a reader of the numbers must know, once per step."""
-    where = f"step {batch.step}"
-    for note in record.notes:
-        console.print(printable(f"{where}: {note}"), markup=False)
-    for name, reason in record.not_measured.items():
-        if name.startswith("collapse_"):
-            console.print(printable(f"{where}: {name} not measured: {reason}"), style="yellow", markup=False)
-    left_out = ", ".join(f"{n} {reason}" for reason, n in record.dropped.items() if n)
-    if left_out:
-        console.print(printable(f"{where}: left out {left_out}"), markup=False)

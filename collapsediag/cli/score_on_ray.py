@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from collapsediag.cli.rollout_arguments import batches, require_tokenizer
-from collapsediag.cli.score import budgeted, finish, monitor_of, provenance_of, report_step, steps_done
+from collapsediag.cli.rollout_arguments import require_tokenizer
+from collapsediag.cli.score import budgeted, finish, monitor_of, open_batches, provenance_of, steps_done
+from collapsediag.cli.score_progress import StepReport
 from collapsediag.matrix import LogLikelihoodMatrix
 from collapsediag.monitor import Monitor
 from collapsediag.pairs import PairSettings, resolve_reasoning
@@ -37,13 +38,8 @@ class StepScores:
 def run_on_ray(args: argparse.Namespace, recorded: list[Record], console: Console) -> int:
     """Score on Ray, record, and print the last step's table."""
     tokenizer = load_tokenizer(args.model, tokenizer=args.tokenizer, gguf_file=args.gguf_file)
-    done = steps_done(recorded)
-    steps = (batch for batch in batches(args, tokenizer=tokenizer) if batch.step not in done)
-    first = next(steps, None)
-    if done:
-        console.print(f"{len(done)} steps are already recorded and not redone")
-    if first is None:
-        return finish(args, [], console)
+    steps = open_batches(args, steps_done(recorded), tokenizer)
+    first = next(steps)
     require_tokenizer(first, tokenizer, args.model)
     waiting: deque[RolloutBatch] = deque()
 
@@ -60,6 +56,7 @@ def run_on_ray(args: argparse.Namespace, recorded: list[Record], console: Consol
     )
     kept = KeptScorer()
     new: list[Record] = []
+    report = StepReport(console)
     monitor: Monitor | None = None
     try:
         for found in scores:
@@ -67,7 +64,7 @@ def run_on_ray(args: argparse.Namespace, recorded: list[Record], console: Consol
                 monitor = _recording_monitor(args, kept, tokenizer, found, recorded)
             batch, kept.matrices = waiting.popleft(), found.matrices
             new.append(monitor.observe(batch.step, batch).without_arrays())
-            report_step(console, batch, new[-1])
+            report.tell(new[-1])
     finally:
         if monitor is not None:
             monitor.close()

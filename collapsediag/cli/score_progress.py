@@ -1,13 +1,16 @@
-"""A scorer that says beforehand what a step costs, and shows how far it is."""
+"""What is said while steps are scored: what a step costs, how far it is, and what to know of its numbers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from collapsediag.matrix import BoolArray, FloatArray, LogLikelihoodMatrix
 from collapsediag.pairs import ScoringPairs
+from collapsediag.plain_text import printable
+from collapsediag.record import Record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,6 +66,38 @@ class ProgressScorer:
             TimeRemainingColumn(),
             TextColumn("left"),
         )
-        with Progress(*columns, console=self._console, transient=True) as progress:
+        # Elsewhere it would leave an empty line.
+        is_shown = self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, disable=not is_shown) as progress:
             task = progress.add_task("", total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+class StepReport:
+    """Says what a reader of a step's numbers must know; what was said of an earlier step is not said again."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told: set[str] = set()
+        self._has_left_out = False
+
+    def tell(self, record: Record) -> None:
+        """Print what is new in the record, and every time what was not measured."""
+        left_out = ", ".join(f"{n} {reason}" for reason, n in record.dropped.items() if n)
+        # A note counts rollouts, and is the same note where the next step has one more.
+        lines = {re.sub(r"\d+", "#", note): note for note in record.notes}
+        if left_out:
+            lines[left_out] = f"left out {left_out}"
+        new = [line for topic, line in lines.items() if topic not in self._told]
+        self._told |= set(lines)
+        for line in new:
+            self._print(f"step {record.step}: {line}")
+        for name, reason in record.not_measured.items():
+            if name.startswith("collapse_"):
+                self._print(f"step {record.step}: {name} not measured: {reason}", "yellow")
+        if len(new) < len(lines) and not self._has_left_out:
+            self._has_left_out = True
+            self._print("What was said of a step is said once; every record holds it.")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(printable(text), style=style, markup=False)
