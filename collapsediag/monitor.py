@@ -256,7 +256,7 @@ class Monitor:
         report = rollout_report(
             batch, tokenizer=self.tokenizer, seed=self.seed, on_error=self.on_error, **self.rollout_options
         )
-        self._say_once.refused(draft.step, report.refused)
+        self._say_once.unmeasured(draft.step, report)
         draft.values.update(report.values)
         draft.not_measured.update(report.not_measured)
         draft.dropped.update(batch.dropped)

@@ -98,16 +98,19 @@ class ScoringPairs:
         return self.n_traces + sum(self.dropped.values())
 
     @property
+    def cure(self) -> str:
+        """Words to append to what was left out: what to do where something can be done, else ""."""
+        return (
+            "; tokenize_batch(batch, tokenizer) makes ids of text" if self.dropped.get(DropReason.NO_TOKEN_IDS) else ""
+        )
+
+    @property
     def shortfall(self) -> str | None:
         """Why no matrix metric can come of these pairs, in words; None where at least two contexts have traces."""
         left_out = ", ".join(f"{count} {reason.value.replace('_', ' ')}" for reason, count in self.dropped.items())
         if not self.n_traces:
-            cure = (
-                "; tokenize_batch(batch, tokenizer) makes ids of text"
-                if self.dropped.get(DropReason.NO_TOKEN_IDS)
-                else ""
-            )
-            return f"no reasoning to score among {self.n_considered} turns ({left_out or 'the batch is empty'}){cure}"
+            why = left_out or "the batch is empty"
+            return f"no reasoning to score among {self.n_considered} turns ({why}){self.cure}"
         if self.n_contexts < 2:
             return "only one distinct context, so there is nothing to tell apart; at least two prompts are needed"
         return None

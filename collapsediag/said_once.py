@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
+from collapsediag.metrics.from_rollouts import RolloutReport
 from collapsediag.pairs import DropReason, PairSettings, ScoringPairs
 from collapsediag.plain_text import printable
 
@@ -30,9 +30,12 @@ class SaidOnce:
         if self._is_new("step"):
             logger.warning("%s. Said once, every record notes it.", printable(text))
 
-    def refused(self, step: int, reasons: Mapping[str, str]) -> None:
-        """Warn of families of rollout metrics that refused what the batch holds."""
-        for family, reason in reasons.items():
+    def unmeasured(self, step: int, report: RolloutReport) -> None:
+        """Warn of families of rollout metrics that refused what the batch holds, and of rewards that overflowed."""
+        for note in report.overflowed:
+            if self._is_new("overflow"):
+                logger.warning("step %d: %s. Said once, every record notes it.", step, printable(note))
+        for family, reason in report.refused.items():
             if self._is_new(f"family {family}"):
                 logger.warning(
                     "step %d: %s is not measured: %s Said once, every record says it.", step, family, printable(reason)
@@ -47,6 +50,6 @@ class SaidOnce:
         total = pairs.n_traces + sum(pairs.dropped.values())
         cap = f", limited by {settings.caps}" if pairs.dropped.get(DropReason.SUBSAMPLED) else ""
         logger.warning(
-            "step %d: %d of %d traces cannot be scored (%s); %d were%s. Said once, every record counts them.",
-            *(step, sum(left_out.values()), total, listed, pairs.n_traces, cap),
+            "step %d: %d of %d traces cannot be scored (%s); %d were%s%s. Said once, every record counts them.",
+            *(step, sum(left_out.values()), total, listed, pairs.n_traces, cap, pairs.cure),
         )

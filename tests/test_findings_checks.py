@@ -182,6 +182,12 @@ def test_what_is_over_is_told_and_no_alarm(check: str) -> None:
         assert "from step 60 to" in finding.title
 
 
+def test_what_is_over_ends_at_the_last_step_that_showed_it() -> None:
+    saturation = [1.0, 1.0, 1.0, 1.0, -0.34, 0.2, 0.1, 0.3, 0.2]
+    records = run(lambda i: {PREFIX + "mi_saturation": saturation[i]}, n=len(saturation))
+    assert cd.judge(records)["mi_saturation"].title == "MI at its bound from step 0 to 30, over since"
+
+
 @pytest.mark.parametrize("check", COLLAPSES)
 @pytest.mark.parametrize("n_clear", [0, 1, 2])
 def test_a_state_that_clears_says_so_until_it_is_over(check: str, n_clear: int) -> None:

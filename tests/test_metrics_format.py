@@ -148,10 +148,10 @@ def test_what_may_be_declared_as_a_format() -> None:
     assert as_format("tags:think") == TagFormat(actions=())
     assert as_format("tags:think,search,answer") == TagFormat(actions=("search", "answer"))
     assert as_format("regex:.*up").failures(["go up", "up it goes"], [None, None]) == [None, "no_match"]
-    for text in ("<think>", "tags", "tags:", "json:{}"):
+    for text in ("tags", "tags:", "regex:"):
         with pytest.raises(SettingsError, match="is no form of outputs: write tags:REASONING"):
             as_format(text)
-    for wrong in (3, TagFormat, {"type": "object"}):
+    for wrong in ("<think>", "json:{}", 3, TagFormat, {"type": "object"}):
         with pytest.raises(SettingsError, match="format is"):
             as_format(wrong)
 

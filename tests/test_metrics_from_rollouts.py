@@ -403,7 +403,10 @@ def test_many_rewards_that_overflowed_are_counted_and_the_batch_is_as_it_was() -
     report = cd.rollout_report(rows)
     assert report.values["reward/n_unscored"] == 20.0
     assert "reward/mean" not in report.values
-    assert report.not_measured["reward"] == "no rollout has a reward"
+    assert report.not_measured["reward"] == (
+        "no rollout has a usable reward: 20 of 20 are NaN, infinite or beyond 1e150"
+    )
+    assert report.overflowed == report.notes[:1]
     assert report.notes[0].count("reward inf of rollout") == 8
     assert ", and 12 more. No mean" in report.notes[0]
     assert len(report.notes[0]) < 1200

@@ -206,6 +206,30 @@ def test_a_trace_that_cannot_be_scored_is_said_once_and_counted_always(caplog: p
     ]
 
 
+def test_text_that_cannot_be_scored_is_said_with_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    texts = RolloutBatch.from_lists(step=0, prompts=["a", "b"], completions=["<think>x</think>y"] * 2)
+    m, _ = monitor(PlantedScorer())
+    with caplog.at_level(logging.WARNING, logger="collapsediag"):
+        m.observe(0, texts)
+    assert caplog.messages == [
+        "step 0: 2 of 2 traces cannot be scored (2 no token ids); 0 were; tokenize_batch(batch, tokenizer) makes ids "
+        "of text. Said once, every record counts them."
+    ]
+
+
+def test_rewards_that_overflow_are_said_once_and_noted_always(caplog: pytest.LogCaptureFixture) -> None:
+    m, keep = monitor(None)
+    with caplog.at_level(logging.WARNING, logger="collapsediag"):
+        for step in range(3):
+            first, *others = batch(step).rollouts
+            first = dataclasses.replace(first, reward=float("inf"))
+            m.observe(step, RolloutBatch(step=step, rollouts=(first, *others)))
+    (said,) = caplog.messages
+    assert said.startswith("step 0: left out as unscored: reward inf of rollout 0")
+    assert said.endswith("Look for an overflow in the reward function. Said once, every record notes it.")
+    assert [any("reward inf" in note for note in record.notes) for record in keep.records] == [True] * 3
+
+
 @pytest.mark.fault("the scorer raises three times in a row", "scoring stops and says so once; rollout metrics go on")
 @pytest.mark.faults
 def test_after_three_failures_in_a_row_scoring_stops_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

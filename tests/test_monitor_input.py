@@ -182,7 +182,7 @@ def test_steps_out_of_numpy_are_steps() -> None:
         ),
         ({"rollout_options": {"seed": 1}}, r"rollout_options holds \['seed'\]"),
         ({"rollout_options": 5}, "rollout_options holds 5"),
-        ({"rollout_options": {"format": "json"}}, "format is 'json'; pass TagFormat"),
+        ({"rollout_options": {"format": "json"}}, r"format is 'json'; pass .*, JsonFormat\("),
         ({"rollout_options": {"success_threshold": "0.5"}}, "success_threshold='0.5': a number is needed"),
         ({"rollout_options": {"success_threshold": float("nan")}}, "success_threshold=nan"),
     ],

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from collapsediag.findings.facts import Facts, Wording, fallen, of_episodes, risen, skipped, too_few
 from collapsediag.findings.finding import Finding
-from collapsediag.findings.series import Episodes, Series, baselines, low_episodes, sustained
+from collapsediag.findings.series import Episodes, Series, baselines, low_episodes
 from collapsediag.findings.words import measured
 
 MIN_LARGE_K = 4
@@ -130,7 +130,7 @@ def _narrowing(facts: Facts, one: Series, large: Series) -> Episodes:
         sure = base is not None and (interval is None or interval[1] < base)
         bad_S.append(sure and loss >= settings.narrowing_loss and gain >= settings.narrowing_gain)
         clear_S.append(loss < settings.narrowing_loss / settings.release or gain <= 0)
-    return Episodes(large, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(clear_S), tuple(base_S))
+    return Episodes.of(large, bad_S, clear_S, base_S, settings.persistence)
 
 
 def environment_collapse(facts: Facts) -> Finding:

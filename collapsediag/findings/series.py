@@ -110,12 +110,26 @@ def clear_at_the_end(since_S: Sequence[int | None], clear_S: Sequence[bool]) -> 
 
 @dataclass(frozen=True)
 class Episodes:
-    """A state over a run: since when it holds at each measured step, and which steps are clear of it."""
+    """A state over a run: which steps show it, which are clear of it, and since when it holds at each of them."""
 
     series: Series
-    since_S: tuple[int | None, ...]
+    bad_S: tuple[bool, ...]
     clear_S: tuple[bool, ...]
+    since_S: tuple[int | None, ...]
     baseline_S: tuple[float | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        series: Series,
+        bad_S: Sequence[bool],
+        clear_S: Sequence[bool],
+        baseline_S: Sequence[float | None],
+        persistence: int,
+    ) -> Episodes:
+        """The state that `sustained` makes of bad and clear steps."""
+        since_S = sustained(bad_S, clear_S, persistence)
+        return cls(series, tuple(bad_S), tuple(clear_S), tuple(since_S), tuple(baseline_S))
 
     @property
     def holds(self) -> bool:
@@ -141,12 +155,15 @@ class Episodes:
 
     @property
     def earlier(self) -> tuple[int, int] | None:
-        """First and last step of the latest episode that is over, None where there was none or one holds now."""
+        """First and last step that show the latest episode that is over, None where there was none or one holds now.
+
+        It is left after `persistence` clear steps, which are none of it.
+        """
         if self.holds:
             return None
         for index in range(len(self.since_S) - 1, -1, -1):
             since = self.since_S[index]
-            if since is not None:
+            if since is not None and self.bad_S[index]:
                 return self.series.steps[since], self.series.steps[index]
         return None
 
@@ -176,7 +193,7 @@ def low_episodes(series: Series, low: float, settings: FindingSettings, *, floor
         unsure = interval is not None and base is not None and interval[1] >= base
         bad_S.append(judged and ratio < low and not unsure)
         clear_S.append(judged and ratio > settings.left_above(low))
-    return Episodes(series, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(clear_S), tuple(base_S))
+    return Episodes.of(series, bad_S, clear_S, base_S, settings.persistence)
 
 
 def high_episodes(
@@ -193,4 +210,4 @@ def high_episodes(
         bad_S.append(value >= level and sure)
         clear_S.append(value < level / settings.release or not sure)
     base_S = baselines(series.values, settings)
-    return Episodes(series, tuple(sustained(bad_S, clear_S, settings.persistence)), tuple(clear_S), tuple(base_S))
+    return Episodes.of(series, bad_S, clear_S, base_S, settings.persistence)

@@ -234,7 +234,7 @@ def as_format(declared: Any) -> Format:
     """
     if declared is None:
         return TagFormat()
-    if isinstance(declared, str):
+    if isinstance(declared, str) and declared.partition(":")[0] in ("tags", "regex"):
         return parsed_format(declared)
     if isinstance(declared, re.Pattern):
         from collapsediag.metrics.format_regex import RegexFormat

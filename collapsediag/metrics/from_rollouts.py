@@ -39,13 +39,15 @@ class RolloutReport:
     values: by metric name. not_measured: the reason in words, by metric or family name.
     refused: those of not_measured where the batch holds what cannot be, with the rollout that does, or where a callable
         raised.
-    notes: what a person must know to read the values.
+    notes: what a person must know to read the values. overflowed: the one of them that names rewards which are infinite
+        or beyond 1e150, if there are any.
     """
 
     values: Mapping[str, float]
     not_measured: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    overflowed: tuple[str, ...] = ()
 
 
 def rollout_metrics(
@@ -128,10 +130,18 @@ def rollout_report(
         return RolloutReport(
             values={"n_rollouts": 0.0, "n_groups": 0.0}, not_measured={"rollouts": "the batch has no rollout"}
         )
+    has_reward_N = np.array([rollout.reward is not None for rollout in batch])
     batch, overflowed = without_overflow(batch)
     table = RolloutTable(batch=batch, tokenizer=tokenizer, answer=answer, success_threshold=success_threshold)
     reader = RolloutReader(
-        table, as_format(format), rho, n_resamples, seed, entropy or {}, is_strict=on_error == "raise"
+        table,
+        as_format(format),
+        rho,
+        n_resamples,
+        seed,
+        entropy or {},
+        has_reward_N=has_reward_N,
+        is_strict=on_error == "raise",
     )
     values, reasons = reader.read(np.arange(len(batch)))
     notes = (*overflowed, *_notes(table, values, format))
@@ -141,7 +151,9 @@ def rollout_report(
         prefix = f"env/{environment_name(environment)}/"
         values |= {prefix + name: value for name, value in part.items()}
         reasons |= {prefix + name: why for name, why in part_reasons.items() if name not in reasons}
-    return RolloutReport(values=values, not_measured=reasons, refused=reader.refused, notes=notes + left_out)
+    return RolloutReport(
+        values=values, not_measured=reasons, refused=reader.refused, notes=notes + left_out, overflowed=overflowed
+    )
 
 
 def environment_name(environment: str) -> str:

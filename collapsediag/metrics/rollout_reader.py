@@ -15,7 +15,7 @@ from collapsediag.metrics import diversity
 from collapsediag.metrics.entropy_batch import entropy_metrics
 from collapsediag.metrics.format import Format, format_metrics
 from collapsediag.metrics.format_regex import RegexBudgetError
-from collapsediag.metrics.grouped import IntArray
+from collapsediag.metrics.grouped import BoolArray, IntArray
 from collapsediag.metrics.length import length_metrics, truncation_metrics
 from collapsediag.metrics.pass_at_k import pass_at_k_metrics
 from collapsediag.metrics.rewards import component_metrics, grouped_reward_metrics
@@ -47,6 +47,7 @@ class RolloutReader:
         seed: int,
         entropy: Mapping[str, Any],
         *,
+        has_reward_N: BoolArray,
         is_strict: bool = True,
     ) -> None:
         self.table = table
@@ -54,6 +55,7 @@ class RolloutReader:
         self.rho = rho
         self.n_resamples = n_resamples
         self.seed = seed
+        self.has_reward_N = has_reward_N
         self.is_strict = is_strict
         self.refused: Reasons = {}
         self.entropy = {"positions": table.reasoning_mask, **entropy}
@@ -134,7 +136,7 @@ class RolloutReader:
         values = grouped_reward_metrics(table.reward_N[rows], group_N, success_N=table.success_N[rows], rho=self.rho)
         reasons: Reasons = {}
         if "reward/mean" not in values:
-            reasons["reward"] = "no rollout has a reward"
+            reasons["reward"] = _no_reward(self.has_reward_N[rows])
         elif "reward/within_group_std" not in values:
             reasons["reward/within_group_std"] = "no group has two scored rollouts"
         elif "reward/variance_spread" not in values:
@@ -232,3 +234,11 @@ class RolloutReader:
     def _entropy(self, rows: IntArray, group_N: IntArray) -> tuple[Values, Reasons]:
         values = entropy_metrics(self._part(rows), seed=self.seed, **self.entropy)
         return values, {} if values else {"entropy": "no turn has the entropies or log-probabilities of its tokens"}
+
+
+def _no_reward(has_reward_N: BoolArray) -> str:
+    """Why there is no number of any reward. has_reward_N: whether one was given, be it one that cannot be used."""
+    n = int(has_reward_N.sum())
+    if not n:
+        return "no rollout has a reward"
+    return f"no rollout has a usable reward: {n} of {has_reward_N.size} are NaN, infinite or beyond 1e150"
