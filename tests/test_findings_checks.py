@@ -525,7 +525,12 @@ def test_the_headline_reads_as_it_should() -> None:
         "0.125, at the start 0.97; H(Z|X) 1.52 nats/token, at the start 1.59. The reasoning no longer says which "
         "prompt produced it. 4 checks ran, 13 skipped (no outputs to compare, "
     )
-    assert cd.judge(records).headline.endswith("Then look at the spread of reward variance (0.21).")
+    for spread, said in ((0.0, "0, low"), (0.21, "0.21, low"), (0.638, "0.638, middling"), (1.3, "1.3, high")):
+        last = dataclasses.replace(records[-1], values={**records[-1].values, "reward/variance_spread": spread})
+        assert cd.judge([*records[:-1], last]).headline.endswith(
+            f"Then look at the spread of reward variance between prompts: {said} (training on those whose rewards vary "
+            "most helped at about 1.2, and hurt at 0.33)."
+        )
 
 
 def test_settings_reach_the_checks() -> None:

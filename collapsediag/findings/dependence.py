@@ -10,6 +10,7 @@ from collapsediag.findings.finding import RANK, Finding, Status
 from collapsediag.findings.regime import Dependence, RegimeName, RegimeStep, dependences
 from collapsediag.findings.series import high_episodes
 from collapsediag.findings.words import counted, measured
+from collapsediag.metrics.rewards import SPREAD_HELPED, SPREAD_HIGH, SPREAD_HURT, SPREAD_LOW
 from collapsediag.record import Record
 from collapsediag.turn_cuts import DRAWS
 
@@ -139,7 +140,11 @@ def _mean(values: Sequence[float]) -> float:
 def _next(facts: Facts, words: Wording) -> str:
     spread = facts.last("reward/variance_spread")
     if words is _TEMPLATE and spread is not None:
-        return f"Then look at the spread of reward variance ({measured(spread)})."
+        word = "high" if spread >= SPREAD_HIGH else ("low" if spread <= SPREAD_LOW else "middling")
+        return (
+            f"Then look at the spread of reward variance between prompts: {measured(spread)}, {word} (training on "
+            f"those whose rewards vary most helped at about {SPREAD_HELPED}, and hurt at {SPREAD_HURT})."
+        )
     return words.next
 
 

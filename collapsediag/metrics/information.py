@@ -242,7 +242,8 @@ def _zscores(name: str, title: str, spread: str, source: str) -> list[MetricInfo
 
 register(
     *_pair("mi_estimate", "mi_seq_estimate", "I(X; Z)", "down",
-           "Mean over traces of log p(Z|X) - log p(Z), {per}: what the reasoning says about its prompt.", _PAPER),
+           "Mean over traces of log p(Z|X) - log p(Z), {per}: what the reasoning says about its prompt. Below 0: "
+           "chance in a few traces, or traces that the scored policy did not sample for these prompts.", _PAPER),
     MetricInfo(name="mi_upper_bound", title="Bound of I(X; Z)", unit="nats/trace", bad="none", bounds=(0, None),
                description="Entropy of the prompt mixture, log P: bounds the information per trace.",
                source=_PAPER, family=_FAMILY, needs=_NEEDS),

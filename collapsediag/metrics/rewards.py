@@ -25,6 +25,9 @@ from collapsediag.metrics.snr_filter import DEFAULT_RHO, keep_by_mass, keep_by_s
 
 # Below this sample std a group's rewards count as equal: float32 noise of a reward, not a difference.
 ALL_EQUAL_STD = 1e-6
+# Of `reward/variance_spread`. RAGEN-2 (arXiv 2604.06268, Table 8): filtering by it helped at 1.2 and hurt at 0.33.
+SPREAD_HELPED, SPREAD_HURT = 1.2, 0.33
+SPREAD_HIGH, SPREAD_LOW = 0.9, 0.5
 
 
 def reward_metrics(

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from collapsediag.metrics.reward_input import is_scored
+from collapsediag.metrics.rewards import SPREAD_HELPED, SPREAD_HIGH, SPREAD_HURT, SPREAD_LOW
 from collapsediag.plain_text import counted
 from collapsediag.preflight.types import Check, Facts, percent, rows_of
 
 VALID_OK, VALID_WARNING = 0.95, 0.5
 UNCLOSED_WARNING = 0.05
 UNSCORED_WARNING = 0.05
-# RAGEN-2 (arXiv 2604.06268, Table 8): filtering by reward variance helped at 1.2 and hurt at 0.33.
-SPREAD_HELPED, SPREAD_HURT = 1.2, 0.33
-SPREAD_HIGH, SPREAD_LOW = 0.9, 0.5
 WITHOUT_SIGNAL, WITHOUT_SIGNAL_SEVERE = 0.5, 0.8
 NEARLY_SOLVED = 0.9
 MALFORMED_WARNING, ERROR_WARNING, USE_INFO = 0.1, 0.3, 0.3
