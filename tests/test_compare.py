@@ -14,6 +14,7 @@ from scipy import stats
 from collapsediag.cli import main
 from collapsediag.errors import MetricError
 from collapsediag.findings.across_runs import Correlation, compare_runs, summarise
+from collapsediag.plain_text import number
 from collapsediag.record import Record
 from collapsediag.run_folder import RunStore
 
@@ -178,6 +179,24 @@ def test_the_command_prints_a_table_with_intervals_and_its_doubts(
     assert main(["compare", *written(tmp_path / "more", 9), "--top", "2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.index("would by chance") > shown.index("10 more rows")
+
+
+def test_two_runs_are_shown_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    folders = written(tmp_path, 2)
+    with RunStore(folders[0], resume=True) as store:
+        store.append(Record(step=99, values={"length/mean": 12345.0}))
+    assert main(["compare", *folders]) == 0
+    shown = capsys.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    first, second = (records[-1].values for records in runs(2).values())
+    assert ["length/mean", "12345", number(second["length/mean"])] in lines
+    assert ["pass@1", number(first["pass@1"]), number(second["pass@1"])] in lines
+    assert ["diagnostic", *folders] in lines
+    assert f"collapsediag report {folders[0]} {folders[1]} -o report.html" in shown
+    assert "left out" not in shown
 
 
 def test_no_name_is_cut_away_where_there_is_little_room(

@@ -4,21 +4,25 @@
     collapsediag compare runs/* --outcome pass@1 --json
 
 Each diagnostic of each run is summarised by its mean, last value, minimum and slope, and ranked against the outcome
-(the mean of its last 5 measured steps): Spearman's rank correlation with a 95% interval and the number of runs.
+(the mean of its last 5 measured steps): Spearman's rank correlation with a 95% interval and the number of runs. Two
+runs have no ranks: their headline numbers are shown side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from collapsediag.console import plain_console
+from collapsediag.console import MATRIX_HEADLINES, ROLLOUT_HEADLINES, plain_console
 from collapsediag.errors import SettingsError
-from collapsediag.findings.across_runs import FEW_RUNS, Comparison, Correlation, compare_runs
+from collapsediag.findings.across_runs import FEW_RUNS, FEWEST_RANKED, Comparison, Correlation, compare_runs
+from collapsediag.pairs import NAMESPACES
 from collapsediag.plain_text import counted, number, printable
+from collapsediag.record import Record
 from collapsediag.run_folder import read_records
 
 if TYPE_CHECKING:
@@ -49,15 +53,16 @@ def run(args: argparse.Namespace) -> int:
     runs = dict.fromkeys(str(Path(run)) for run in args.runs)
     if len(runs) < 2:
         raise SettingsError("one run was given; a comparison needs several, and 8 or more to say something.")
-    comparison = compare_runs({run: read_records(run) for run in runs}, outcome=args.outcome)
+    records = {run: read_records(run) for run in runs}
+    comparison = compare_runs(records, outcome=args.outcome)
     if args.json:
         print(json.dumps(comparison.to_json(), indent=2))
         return 0
-    print_comparison(comparison, args.top)
+    print_comparison(comparison, args.top, records)
     return 0
 
 
-def print_comparison(comparison: Comparison, top: int) -> None:
+def print_comparison(comparison: Comparison, top: int, records: Mapping[str, Sequence[Record]]) -> None:
     """The outcome of each run, the strongest correlations, and what to know before believing them."""
     console = plain_console()
     console.width = max(console.width, LEAST_WIDTH)
@@ -65,20 +70,33 @@ def print_comparison(comparison: Comparison, top: int) -> None:
     if is_doubtful:
         _print_warning(console, comparison)
     console.print(outcome_table(comparison))
+    if comparison.n_runs < FEWEST_RANKED:
+        console.print(headline_table(records))
+        pages = " ".join(shlex.quote(printable(run)) for run in records)
+        console.print(
+            f"A rank correlation needs {FEWEST_RANKED} runs. All curves, drawn over one another: collapsediag report "
+            f"{pages} -o report.html",
+            markup=False,
+            soft_wrap=True,
+        )
+    else:
+        _print_correlations(console, comparison, top)
+    for run in comparison.runs_left_out:
+        console.print(f"left out {printable(run)}: it does not hold {printable(comparison.outcome)}", markup=False)
+    if not is_doubtful:
+        _print_warning(console, comparison)
+
+
+def _print_correlations(console: Console, comparison: Comparison, top: int) -> None:
     rows = comparison.correlations[:top] if top else comparison.correlations
     if rows:
         console.print(correlation_table(comparison, rows))
     hidden = len(comparison.correlations) - len(rows)
     if hidden:
         console.print(f"{counted(hidden, 'more row')}: --top 0 shows all.", markup=False)
-    for run in comparison.runs_left_out:
-        console.print(f"left out {printable(run)}: it does not hold {printable(comparison.outcome)}", markup=False)
     if comparison.left_out:
-        console.print(
-            f"{counted(len(comparison.left_out), 'row')} left out: constant, or in fewer than 3 runs.", markup=False
-        )
-    if not is_doubtful:
-        _print_warning(console, comparison)
+        left_out = counted(len(comparison.left_out), "row")
+        console.print(f"{left_out} left out: constant, or in fewer than {FEWEST_RANKED} runs.", markup=False)
 
 
 def _print_warning(console: Console, comparison: Comparison) -> None:
@@ -99,6 +117,29 @@ def outcome_table(comparison: Comparison) -> Table:
     for name, value in sorted(comparison.outcomes.items(), key=lambda item: -item[1]):
         table.add_row(Text(printable(name)), number(value))
     return table
+
+
+def headline_table(records: Mapping[str, Sequence[Record]]) -> Table:
+    """The numbers that a person reads first, as each run measured them last."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text("last measured values"), box=box.SIMPLE_HEAD)
+    table.title_justify = "left"
+    table.add_column("diagnostic", overflow="fold")
+    for run in records:
+        table.add_column(Text(printable(run)), justify="right", overflow="fold")
+    matrix = [f"collapse_{namespace}_sample/{name}" for namespace in NAMESPACES for name in MATRIX_HEADLINES]
+    for name in (*matrix, *ROLLOUT_HEADLINES):
+        last = [_last(held, name) for held in records.values()]
+        if any(value is not None for value in last):
+            table.add_row(name, *("-" if value is None else number(value) for value in last))
+    return table
+
+
+def _last(records: Sequence[Record], name: str) -> float | None:
+    return next((record.values[name] for record in reversed(records) if name in record.values), None)
 
 
 def correlation_table(comparison: Comparison, rows: Sequence[Correlation]) -> Table:

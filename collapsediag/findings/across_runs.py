@@ -25,6 +25,8 @@ SUMMARIES: tuple[Summary, ...] = ("mean", "last", "minimum", "slope")
 N_OUTCOME_STEPS = 5
 # Below this a rank correlation must be nearly perfect before its interval leaves zero out.
 FEW_RUNS = 8
+# Two runs have no order to speak of.
+FEWEST_RANKED = 3
 # More names than this are no help in a message.
 MAX_NAMED = 8
 # Where no outcome is chosen: the first of these that all runs hold.
@@ -211,7 +213,7 @@ def _is_diagnostic(name: str) -> bool:
 
 
 def _correlation(metric: str, summary: Summary, pairs: Sequence[tuple[float, float]]) -> Correlation | str:
-    if len(pairs) < 3:
+    if len(pairs) < FEWEST_RANKED:
         return f"only {len(pairs)} runs hold it"
     x, y = zip(*pairs, strict=True)
     try:
