@@ -214,6 +214,12 @@ def test_what_is_no_scorer_is_refused_before_training(scorer: Any) -> None:
         cd.Monitor(scorer)
 
 
+def test_a_model_in_place_of_a_scorer_is_told_to_be_wrapped() -> None:
+    with pytest.raises(SettingsError) as told:
+        cd.Monitor(scorer=torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    assert str(told.value) == "scorer: a Sequential is no scorer; wrap it: scorer=HFScorer(model)."
+
+
 @pytest.mark.parametrize("batch", [{"a": 1}, None])
 def test_what_is_no_batch_is_recorded_with_the_way_to_make_one(batch: Any) -> None:
     record = cd.Monitor().observe(0, batch)

@@ -57,6 +57,9 @@ def checked_scorer(scorer: Any) -> Scorer | None:
     """The scorer, or None for none; SettingsError for what is no scorer, such as a model or the name of one."""
     if scorer is None or (isinstance(scorer, Scorer) and not isinstance(scorer, type)):
         return scorer
+    if hasattr(scorer, "forward") and not isinstance(scorer, type):
+        # The repr of a model is all its layers.
+        raise SettingsError(f"scorer: a {type(scorer).__name__} is no scorer; wrap it: scorer=HFScorer(model).")
     raise SettingsError(
         f"scorer={scorer!r:.80} ({type(scorer).__name__}) is no scorer: that is an object with score(pairs), such as "
         "HFScorer(model) of the model in training, or FunctionScorer(fn). None measures the rollouts alone."
