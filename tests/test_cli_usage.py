@@ -46,6 +46,12 @@ from collapsediag.cli import main
             ["--versoin"],
             "error: unrecognized arguments: --versoin (did you mean --version?)\nsee collapsediag --help\n",
         ),
+        (["scor"], "error: 'scor' is no command (did you mean score?)\nsee collapsediag --help\n"),
+        (
+            ["xyzzy", "--out", "a"],
+            "error: 'xyzzy' is no command (there are demo, score, preflight, report, dashboard, compare, doctor, "
+            "wandb-workspace)\nsee collapsediag --help\n",
+        ),
         ([], "error: the following arguments are required: COMMAND\nsee collapsediag --help\n"),
     ],
 )

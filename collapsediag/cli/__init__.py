@@ -50,6 +50,8 @@ class _Parser(argparse.ArgumentParser):
             options = [arg for arg in itertools.takewhile("--".__ne__, self.given) if arg.startswith("--")]
             unknown = [option for option in options if not self._is_known(option)]
             message = self._unrecognized(unknown) if unknown else message
+        if message.startswith("argument COMMAND: invalid choice"):
+            message = _unknown_command(message.partition("choice: ")[2].rpartition(" (choose from")[0])
         self.exit(EXIT_INPUT_ERROR, f"error: {printable(message)}\nsee {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -67,6 +69,12 @@ class _Parser(argparse.ArgumentParser):
     def _unrecognized(self, unknown: Sequence[str]) -> str:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
         return f"unrecognized arguments: {' '.join(unknown)}{f' (did you mean {near[0]}?)' if near else ''}"
+
+
+def _unknown_command(quoted: str) -> str:
+    near = difflib.get_close_matches(quoted.strip("'"), COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    return f"{quoted} is no command ({hint})"
 
 
 def build_parser() -> argparse.ArgumentParser:
