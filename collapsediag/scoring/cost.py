@@ -35,15 +35,17 @@ class CostEstimate:
     floor_rows: int
 
     def describe(self) -> str:
-        """One line for people.
+        r"""One line for people.
 
-        >>> CostEstimate(pairs=8, tokens=25, logit_rows=9, naive_tokens=100, floor_tokens=20, floor_rows=9).describe()
-        '8 pairs: 25 tokens to run (100 by forwarding every pair in full, 4.0 times as many; at least 20)'
+        >>> cost = CostEstimate(pairs=8, tokens=25, logit_rows=9, naive_tokens=100, floor_tokens=20, floor_rows=9)
+        >>> print(cost.describe().replace("; ", ";\n"))
+        8 pairs: 25 tokens to run (100 by forwarding every pair in full, 4.0 times as many;
+        no packing can need fewer than 20)
         """
         times = self.naive_tokens / self.tokens if self.tokens else 1.0
         return (
             f"{self.pairs:,} pairs: {self.tokens:,} tokens to run ({self.naive_tokens:,} by forwarding every pair in "
-            f"full, {times:.1f} times as many; at least {self.floor_tokens:,})"
+            f"full, {times:.1f} times as many; no packing can need fewer than {self.floor_tokens:,})"
         )
 
 
