@@ -71,21 +71,17 @@ def refuse_unknown(owner: str, names: Iterable[str], *takers: Callable[..., Any]
         for name, parameter in inspect.signature(taker).parameters.items()
         if parameter.kind is not parameter.VAR_KEYWORD
     ]
+    ways = {name: f"pairs=PairSettings({name}=...)" for name in PairSettings.__dataclass_fields__}
+    ways |= {name: f'rollout_options={{"{name}": ...}}' for name in _rollout_option_names()}
+    ways |= {name: f"{name}=..." for name in known}
     for name in names:
         if name in known:
             continue
-        inside = None
-        if name in _rollout_option_names():
-            inside = f'rollout_options={{"{name}": ...}}'
-        elif name in PairSettings.__dataclass_fields__:
-            inside = f"pairs=PairSettings({name}=...)"
-        if inside is not None:
-            raise TypeError(f"{owner}() takes {name} inside another argument: {inside}")
-        close = difflib.get_close_matches(name, known, n=1)
-        raise TypeError(
-            f"{owner}() has no argument {name!r}; "
-            + (f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}")
-        )
+        if name in ways:
+            raise TypeError(f"{owner}() takes {name} inside another argument: {ways[name]}")
+        close = difflib.get_close_matches(name, ways, n=1)
+        way = f"did you mean {ways[close[0]]}?" if close else f"it takes {', '.join(known)}"
+        raise TypeError(f"{owner}() has no argument {name!r}; {way}")
 
 
 def _rollout_option_names() -> list[str]:

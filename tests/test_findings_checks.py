@@ -179,7 +179,7 @@ def test_what_is_over_is_told_and_no_alarm(check: str) -> None:
     assert finding.since_step is None
     if status != "info" and check != "environment_collapse":
         assert finding.status == "info"
-        assert "from step 60 to" in finding.title
+        assert "from step 60 to 90, " in finding.title
 
 
 def test_what_is_over_ends_at_the_last_step_that_showed_it() -> None:

@@ -155,7 +155,7 @@ def test_a_trainer_without_these_methods_is_refused_with_what_to_do(tmp_path: Pa
         )
     with pytest.raises(SettingsError, match=r"no transformers\.Trainer"):
         CollapseCallback().on_init_end(None, None, None)
-    with pytest.raises(TypeError, match=r"CollapseCallback\(\) has no argument 'evry'; did you mean 'every'"):
+    with pytest.raises(TypeError, match=r"CollapseCallback\(\) has no argument 'evry'; did you mean every="):
         CollapseCallback(evry=3)
 
 

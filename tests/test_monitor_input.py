@@ -203,7 +203,9 @@ def test_a_name_is_no_tokenizer() -> None:
         ("success_threshold", 'rollout_options={"success_threshold": ...}'),
         ("format", 'rollout_options={"format": ...}'),
         ("max_traces", "pairs=PairSettings(max_traces=...)"),
-        ("evry", "did you mean 'every'?"),
+        ("evry", "did you mean every=...?"),
+        ("mx_traces", "did you mean pairs=PairSettings(max_traces=...)?"),
+        ("resoning", "did you mean reasoning=...?"),
         ("zzz", "it takes scorer, every, sinks, "),
     ],
 )

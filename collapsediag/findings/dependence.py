@@ -119,7 +119,9 @@ def _title(words: Wording, steps: list[RegimeStep], name: RegimeName, status: St
         return words.title, status
     if not earlier or status == "info":
         return words.ok, "ok"
-    return f"{words.title} from step {earlier[-1].since_step} to {earlier[-1].step}, then {last.name}", "info"
+    # The last steps of a state are those that ended it, and showed it no more.
+    shown = [step for step in earlier if not step.n_clear] or earlier
+    return f"{words.title} from step {shown[-1].since_step} to {shown[-1].step}, then {last.name}", "info"
 
 
 def _evidence(point: Dependence, start: Sequence[Dependence]) -> str:
