@@ -15,7 +15,7 @@ import pytest
 
 import collapsediag as cd
 from collapsediag.errors import MetricError, SettingsError
-from collapsediag.metrics.from_rollouts import environment_name
+from collapsediag.metrics.from_rollouts import environment_name, rollout_report
 from collapsediag.metrics.registry import find, unknown_names
 
 DATA = Path(__file__).parent / "data" / "rollouts"
@@ -505,3 +505,25 @@ def test_environments_may_be_numbers() -> None:
     )
     values = cd.rollout_metrics(cd.RolloutBatch(step=0, rollouts=rollouts))
     assert (values["env/7/reward/mean"], values["env/8/reward/mean"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (r"regex:.*<answer>\d+</answer>", ["whole output", "(?s)"]),
+        (cd.RegexFormat(r"<answer>.+\n", search=True), ["(?s)"]),
+        (r"regex:(?s).*<answer>[a-z]</answer>", []),
+        ("tags:think,answer", []),
+        (r"regex:(?s).*<answer>\d+</answer>", None),
+        (re.compile(r".*<answer>\d</answer>", re.DOTALL), None),
+    ],
+)
+def test_a_declared_format_that_no_output_has_is_told(form: Any, said: list[str] | None) -> None:
+    """said: the advice that the note ends with; None where one of the two outputs has the format."""
+    outputs = batch(rollout("2+2=4\nso\n<answer>4</answer>"), rollout("or\n<answer>x"))
+    report = rollout_report(outputs, format=form)
+    assert report.values["format/valid_fraction"] == (0.0 if said is not None else 0.5)
+    notes = [note for note in report.notes if "no output has the declared format" in note]
+    assert len(notes) == (said is not None)
+    if notes and said is not None:
+        assert [word for word in ("whole output", "(?s)") if word in notes[0]] == said

@@ -16,6 +16,7 @@ import numpy as np
 from collapsediag.errors import RolloutError
 from collapsediag.metrics.answers import Extractor
 from collapsediag.metrics.format import as_format
+from collapsediag.metrics.format_regex import RegexFormat
 from collapsediag.metrics.grouped import IntArray
 from collapsediag.metrics.registry import MetricInfo, register
 from collapsediag.metrics.reward_input import without_overflow
@@ -187,6 +188,13 @@ def _environments(batch: RolloutBatch) -> tuple[dict[str, IntArray], tuple[str, 
     )
 
 
+def _regex_advice(form: Any) -> str:
+    if not isinstance(form, RegexFormat) or re.compile(form.pattern).flags & re.DOTALL:
+        return ""
+    where = "may match anywhere" if form.search else "must match the whole output"
+    return f" The regular expression {where}, and its dots stop at a newline unless it begins with (?s)"
+
+
 def _notes(table: RolloutTable, values: Values, declared: Any) -> tuple[str, ...]:
     notes = []
     if declared is None and values.get("format/no_think_fraction") == 1.0:
@@ -195,6 +203,9 @@ def _notes(table: RolloutTable, values: Values, declared: Any) -> tuple[str, ...
             "may not be what this policy was asked for; declare its format: --format, in Python format=, a monitor's "
             "rollout_options"
         )
+    if declared is not None and values.get("format/valid_fraction") == 0.0:
+        advice = _regex_advice(as_format(declared))
+        notes.append(f"no output has the declared format: is it the one that the prompt asks for?{advice}")
     if table.length_T is not None and table.length_T[0] == "length" and np.isnan(table.n_tokens_T).any():
         notes.append("length/ counts tokens of re-tokenised text: near, not equal, to what was sampled")
     return tuple(notes)
