@@ -70,8 +70,8 @@ def rollout_metrics(
 
     batch: one step. Rollouts whose reward is None, NaN, infinite or beyond 1e150 are left out of reward numbers and
         counted; the notes of `rollout_report` name those that overflowed.
-    format: the declared format: `TagFormat` (default), `RegexFormat`, `JsonFormat`, `ToolFormat`, a compiled regex or
-        a callable.
+    format: the declared format: `TagFormat` (default), `RegexFormat`, `JsonFormat`, `ToolFormat`, a text for one of the
+        first two ("tags:think,answer", "regex:PATTERN"), a compiled regex or a callable.
     answer: how the final answer is found: "auto", "boxed", "tag", "number", or a callable.
     success_threshold: a reward at or above it is a success where the rollout has no label of its own.
     tokenizer: counts tokens of text and decodes ids, where the source has only one of the two.
