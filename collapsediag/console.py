@@ -5,10 +5,11 @@ rich is imported where it is used, so that a training process that prints nothin
 
 from __future__ import annotations
 
+import re
 from typing import IO, TYPE_CHECKING, Any
 
 from collapsediag.metrics.registry import find
-from collapsediag.plain_text import number, printable
+from collapsediag.plain_text import counted, number, printable
 from collapsediag.record import Record
 from collapsediag.turn_cuts import DRAWS
 
@@ -60,13 +61,23 @@ ROLLOUT_HEADLINES = (
 
 
 def plain_console(**options: Any) -> Console:
-    """A console of rich's that raises BrokenPipeError once its reader has gone away (`| head`).
+    """A console of rich's that raises BrokenPipeError once its reader has gone away (`| head`), and leaves no blanks at
+    the ends of lines in what is no terminal.
 
     rich itself would then send this process' stdout to nowhere and end it: a training run is not its to end.
     """
     from rich.console import Console
 
     class PlainConsole(Console):
+        def print(self, *objects: Any, **how: Any) -> None:
+            if self.is_terminal or self.is_jupyter:
+                super().print(*objects, **how)
+                return
+            with self.capture() as captured:
+                super().print(*objects, **how)
+            self.file.write(re.sub(" +\n", "\n", captured.get()))
+            self.file.flush()
+
         def on_broken_pipe(self) -> None:
             raise  # what rich has caught
 
@@ -160,7 +171,7 @@ def summary_lines(record: Record, *, width: int = 100) -> list[str]:
         prefix = f"collapse_{namespace}_sample/"
         rows += _section(record, prefix, MATRIX_HEADLINES, f"reasoning, {words}{_count(record, prefix)}")
     n, g = (record.values.get(name) for name in ("n_rollouts", "n_groups"))
-    counts = f": {n:.0f} rollouts in {g:.0f} groups" if n is not None and g is not None else ""
+    counts = f": {counted(n, 'rollout')} in {counted(g, 'group')}" if n is not None and g is not None else ""
     rows += _section(record, "", ROLLOUT_HEADLINES, f"all rollouts of the step{counts}")
     with_units = width >= WIDTH_WITH_UNITS
     value_width = max([9, *(len(row[1]) for row in rows if not isinstance(row, str))])

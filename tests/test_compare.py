@@ -197,6 +197,7 @@ def test_two_runs_are_shown_side_by_side(
     assert ["diagnostic", *folders] in lines
     assert f"collapsediag report {folders[0]} {folders[1]} -o report.html" in shown
     assert "left out" not in shown
+    assert not [line for line in shown.splitlines() if line.endswith(" ")]
 
 
 def test_no_name_is_cut_away_where_there_is_little_room(

@@ -356,6 +356,8 @@ def test_the_summary_fits_a_narrow_terminal() -> None:
     assert max(len(line) for line in lines) <= 80
     assert any("diversity/identical_completion" in line for line in lines)
     assert "all rollouts of the step: 8 rollouts in 2 groups" in lines
+    lone = scored_record(**{"reward/mean": 0.25, "n_rollouts": 1.0, "n_groups": 1.0})
+    assert "all rollouts of the step: 1 rollout in 1 group" in summary_lines(lone)
 
 
 @pytest.mark.parametrize("width", [100, 120])
