@@ -170,6 +170,7 @@ def test_what_was_said_of_a_step_is_not_said_again(score: Callable[..., tuple[in
     ]
     left_out = [line for line in said.splitlines() if "left out" in line]
     assert left_out == ["step 1: left out 2 first_turn/subsampled", "step 3: left out 4 first_turn/subsampled"]
+    assert [line for line in said.splitlines() if line.startswith("step 2")] == ["step 2: recorded"]
     assert said.count("What was said of a step is said once; every record holds it.") == 1
     assert "step 4: collapse_first_turn_sample not measured: only one distinct context" in said
     assert "\n\n" not in said

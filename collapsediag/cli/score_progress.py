@@ -82,7 +82,7 @@ class StepReport:
         self._has_left_out = False
 
     def tell(self, record: Record) -> None:
-        """Print what is new in the record, and every time what was not measured."""
+        """Print what is new in the record, and every time what was not measured; that it is there where nothing is."""
         left_out = ", ".join(f"{n} {reason}" for reason, n in record.dropped.items() if n)
         # A note counts rollouts, and is the same note where the next step has one more.
         lines = {re.sub(r"\d+", "#", note): note for note in record.notes}
@@ -90,11 +90,11 @@ class StepReport:
             lines[left_out] = f"left out {left_out}"
         new = [line for topic, line in lines.items() if topic not in self._told]
         self._told |= set(lines)
-        for line in new:
+        missing = {name: why for name, why in record.not_measured.items() if name.startswith("collapse_")}
+        for line in new if new or missing else ["recorded"]:
             self._print(f"step {record.step}: {line}")
-        for name, reason in record.not_measured.items():
-            if name.startswith("collapse_"):
-                self._print(f"step {record.step}: {name} not measured: {reason}", "yellow")
+        for name, reason in missing.items():
+            self._print(f"step {record.step}: {name} not measured: {reason}", "yellow")
         if len(new) < len(lines) and not self._has_left_out:
             self._has_left_out = True
             self._print("What was said of a step is said once; every record holds it.")
