@@ -70,6 +70,7 @@ def test_a_policy_that_could_not_score_is_not_called_missing(
     check: Check, policy: Path, lines: list[dict[str, Any]], message: str
 ) -> None:
     code, said = check(lines, "--model", policy)
+    assert said.endswith(f"loading {policy}")  # on standard error, which comes last here
     assert code in (0, 1)
     assert message in said
     assert "no policy was given" not in said

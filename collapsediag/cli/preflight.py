@@ -9,6 +9,7 @@ Exit code 1 where a check is as bad as --fail-on says or worse.
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from collapsediag.cli.rollout_arguments import (
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         from collapsediag.scoring.load import load_policy
 
+        print(f"loading {printable(args.model)}", file=sys.stderr)
         model, tokenizer = load_policy(args.model, gguf_file=args.gguf_file)
         batch = _batch(args, tokenizer)
         require_tokenizer(batch, tokenizer, args.model)
