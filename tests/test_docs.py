@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import collapsediag as cd
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
@@ -45,6 +48,13 @@ def test_the_table_of_rooms_names_every_module() -> None:
     package = ROOT / "collapsediag"
     made = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
     assert named == made - {"__init__", "__main__"}
+
+
+def test_the_table_of_settings_names_every_argument_of_a_monitor() -> None:
+    page = (ROOT / "docs" / "attach.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
+    parameters = inspect.signature(cd.Monitor).parameters.values()
+    assert sorted(named) == sorted(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
