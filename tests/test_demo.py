@@ -226,7 +226,9 @@ def test_template_collapse(seed: int) -> None:
     assert accuracy[0] > 0.95
     assert np.mean(accuracy[-3:]) < 0.25
     assert min(entropy) > 0.9 * entropy[0]
-    assert np.sort(series(records, "format/valid_fraction")[-50:])[5] > 0.9  # a policy that leaps stumbles for a step
+    valid = np.sort(series(records, "format/valid_fraction")[-50:])
+    assert np.median(valid) > 0.95
+    assert valid[2] > 0.9  # a policy that leaps stumbles for a step or two
     # The reward tells nothing of it.
     reward = series(records, "reward/mean")
     assert abs(np.mean(reward[:20]) - np.mean(reward[-20:])) < 0.06

@@ -209,4 +209,5 @@ def test_a_real_training_run_with_a_slow_scorer(tmp_path: Path) -> None:
     # What was spent before each: how long it then takes on a busy machine is not the monitor's to say.
     before = shares * (1 - seconds / np.cumsum(seconds))
     assert before[1:].max() <= 0.05
+    assert shares[1:].max() <= 0.06  # one may have taken longer than the one it was reckoned by
     assert sum(KEY + "retrieval_chance_level" in r.values for r in keep) == len(scored)

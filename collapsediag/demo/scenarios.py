@@ -21,8 +21,8 @@ SCENARIOS = {
         title="Template collapse: reasoning that no longer depends on the prompt",
         story=(
             "The reward asks for a door that the policy hardly ever finds, so it is almost noise. Watch the columns "
-            "reward, format and H(Z|X): they look healthy to the end. Then watch retrieval: at first every trace "
-            "tells which prompt it was written for; at the end none does better than chance."
+            "reward, format and H(Z|X): but for a step or two they look healthy to the end. Then watch retrieval: at "
+            "first every trace tells which prompt it was written for; at the end none does better than chance."
         ),
         settings=TrainingSettings(reward="hard", entropy_bonus=0.005),
     ),
